@@ -1,0 +1,59 @@
+# Every target works from a bare clone: it makes .venv, installs what it needs into it once, and runs there.
+#   make demo                 text from a checkpoint, then eager against lazy startup
+#   make test ARGS="-k foo"   the tests that need no GPU
+#   make check                lint, format, types, import directions
+#   make fix                  what lint and format can mend by themselves
+#   make clean                back to a bare clone
+# PYTHON chooses the interpreter of .venv (3.10 to 3.13); ARGS is passed on to the demo or to pytest.
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO := $(VENV)/.installed-hf
+DEV := $(VENV)/.installed-dev
+
+.NOTPARALLEL: # one pip at a time in one .venv
+.PHONY: help demo test check lint format-check types imports fix clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+demo: $(DEMO)
+	$(BIN)/python -m piecework.runtime.demo $(ARGS)
+
+test: $(DEV)
+	$(BIN)/pytest -m "not gpu and not multi_gpu" $(ARGS)
+
+check: lint format-check types imports
+
+lint: $(DEV)
+	$(BIN)/ruff check .
+
+format-check: $(DEV)
+	$(BIN)/ruff format --check .
+
+types: $(DEV)
+	$(BIN)/mypy
+
+imports: $(DEV)
+	$(BIN)/pytest -q tests/test_imports.py
+
+fix: $(DEV)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name .git -prune -o -type d -name __pycache__ -exec rm -rf {} +
+
+# One stamp for each extra; older than one of these files means install again. An environment that cannot run pip
+# (half made, or its interpreter is gone) is made anew. mypy cannot see through an editable install whose package is
+# the root folder, so it gets a folder in which the root is called piecework.
+$(VENV)/.installed-%: pyproject.toml constraints.txt Makefile
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@echo "Installing piecework[$*] into $(VENV). The first time takes a minute, or as long as torch takes to download."
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$*]'
+	@mkdir -p $(VENV)/src && ln -sfn ../.. $(VENV)/src/piecework
+	@touch $@

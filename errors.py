@@ -1,0 +1,72 @@
+"""The exception tree. Imports nothing, so that every layer can raise from it.
+
+    PieceworkError
+    ├── ConfigError (ValueError)        a phase config, a launch flag or a JSON key is not acceptable
+    │   └── NotAvailableError           the value is valid, but this build or this device cannot do it
+    ├── RegistrationError               a split op definition breaks a rule of the registry
+    ├── ContextError                    an operator body needs the per-step context and there is none
+    ├── InputError (ValueError)         the inputs of a call do not match what the runtime was told
+    ├── TraceError                      the model cannot become one graph
+    │   ├── DynamicDimError             a declared dynamic dim did not stay dynamic
+    │   └── GuardError                  the trace holds only for sizes that no interval describes
+    ├── RecompileError                  evaluate_guards: a call would have needed another trace
+    ├── CompileError                    a compiler failed on a piece
+    ├── RuntimeClosedError              the runtime was closed
+    └── ModelError                      a checkpoint, its config or its tokenizer cannot be used
+
+Every message says where, what was expected, what was got and what to do.
+"""
+
+from __future__ import annotations
+
+
+class PieceworkError(Exception):
+    """Root of everything Piecework raises on purpose."""
+
+
+class ConfigError(PieceworkError, ValueError):
+    """A phase config, a launch flag or a JSON key is not acceptable."""
+
+
+class NotAvailableError(ConfigError):
+    """The value is valid, but this build or this device cannot do what it asks for."""
+
+
+class RegistrationError(PieceworkError):
+    """A split op definition breaks a rule of the registry."""
+
+
+class ContextError(PieceworkError):
+    """An operator body needs the per-step context and there is none, or one of another type."""
+
+
+class InputError(PieceworkError, ValueError):
+    """The inputs of a call do not match what the runtime was told about them."""
+
+
+class TraceError(PieceworkError):
+    """The model cannot be traced into one graph."""
+
+
+class DynamicDimError(TraceError):
+    """A dim declared dynamic did not stay a symbol."""
+
+
+class GuardError(TraceError):
+    """The trace is valid only for sizes that no interval describes."""
+
+
+class RecompileError(PieceworkError):
+    """Under `evaluate_guards`, a call would have needed another trace."""
+
+
+class CompileError(PieceworkError):
+    """A compiler failed on a piece."""
+
+
+class RuntimeClosedError(PieceworkError):
+    """The runtime was closed."""
+
+
+class ModelError(PieceworkError):
+    """A checkpoint, its config or its tokenizer cannot be used."""

@@ -1,0 +1,99 @@
+"""The compilers `eager`, `aot_eager` and `inductor` behind one interface; the only file that touches torch._inductor.
+
+A compiler gets a piece whose placeholders carry fake tensors and returns a callable of the same arguments. It runs
+nothing of the piece.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+
+from ..errors import CompileError
+from ..phases import Compiler
+from .trace import COMPILE_LOCK
+
+CompiledCallable = Callable[..., Sequence[Any]]
+
+
+class PieceCompiler(Protocol):
+    """Compiles a piece for the shapes of its placeholders' fake tensors, which may be symbolic."""
+
+    def __call__(self, graph_module: GraphModule, example_inputs: Sequence[Any]) -> CompiledCallable: ...
+
+
+def compile_piece(compiler: Compiler, graph_module: GraphModule, fake_mode: FakeTensorMode) -> CompiledCallable:
+    """Compiles a piece; the piece itself is left as it is.
+
+    Args:
+        graph_module: placeholders with `example_value` of `fake_mode`; returns a tuple.
+
+    Raises:
+        CompileError: the compiler failed; its own error is the cause.
+    """
+    example_inputs = [node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder")]
+    with COMPILE_LOCK, torch.inference_mode(), tracing(TracingContext(fake_mode)):
+        try:
+            return _COMPILERS[compiler](copy.deepcopy(graph_module), example_inputs)
+        except Exception as error:
+            raise CompileError(
+                f"compiler {compiler}: failed on a piece of {len(graph_module.graph.nodes)} nodes "
+                f"({type(error).__name__}: {_first_line(error)}); see the cause above, or use compiler='eager'"
+            ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
+
+
+def _eager(graph_module: GraphModule, example_inputs: Sequence[Any]) -> CompiledCallable:
+    # The generated forward itself: no nn.Module call in between.
+    forward: CompiledCallable = graph_module.forward
+    return forward
+
+
+def _aot_eager(graph_module: GraphModule, example_inputs: Sequence[Any]) -> CompiledCallable:
+    from torch._dynamo.backends.debugging import aot_eager
+
+    compiled: CompiledCallable = aot_eager(graph_module, list(example_inputs))
+    return compiled
+
+
+def _inductor(graph_module: GraphModule, example_inputs: Sequence[Any]) -> CompiledCallable:
+    from torch._inductor import standalone_compile
+
+    with _inductor_settings():
+        artifact = standalone_compile(graph_module, list(example_inputs), dynamic_shapes="from_tracing_context")
+    compiled: CompiledCallable = artifact
+    return compiled
+
+
+_MAX_COMPILE_THREADS = 8
+
+
+@contextlib.contextmanager
+def _inductor_settings() -> Iterator[None]:
+    """Inductor would start up to 32 threads in every rank; the environment's own choice stands."""
+    import torch._inductor.config as inductor_config
+
+    if "TORCHINDUCTOR_COMPILE_THREADS" in os.environ:
+        yield
+        return
+    threads = min(_MAX_COMPILE_THREADS, os.cpu_count() or 1)
+    with inductor_config.patch(compile_threads=threads):
+        yield
+
+
+_COMPILERS: dict[Compiler, PieceCompiler] = {
+    Compiler.EAGER: _eager,
+    Compiler.AOT_EAGER: _aot_eager,
+    Compiler.INDUCTOR: _inductor,
+}

@@ -1,0 +1,110 @@
+"""The split graph as Python files that a person can read and run.
+
+`program.py` has the stitched forward, one `piece_<fingerprint>.py` each distinct piece. In Python:
+
+    import program
+    outputs = program.forward(inputs, tensors, sizes)   # tensors: by their dotted names in the model
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from .bindings import FrozenTensor, InputBinding, ModelTensor, SizeBinding
+from .program import PiecewiseGraph, distinct_pieces
+
+_HEADER = "import torch\nfrom math import inf, nan\nfrom torch import device\n"
+
+
+def dump_program(graph: PiecewiseGraph, directory: Path) -> Path:
+    """Writes the files into `directory`, made if missing; returns the path of `program.py`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    modules = {}
+    for fingerprint, pieces in distinct_pieces(graph).items():
+        module = f"piece_{fingerprint[:12]}"
+        constants = _constants(pieces[0].graph_module, directory, module)
+        used_by = ", ".join(piece.name for piece in pieces)
+        text = "\n".join(f"# {line}" for line in graph.texts[pieces[0].name].splitlines())
+        source = _function(pieces[0].graph_module.graph, constants)
+        (directory / f"{module}.py").write_text(f'"""{used_by}"""\n\n{_HEADER}{_load(constants)}\n{text}\n\n{source}')
+        modules.update({piece.name: module for piece in pieces})
+    path = directory / "program.py"
+    path.write_text(_program(graph, modules, directory))
+    return path
+
+
+def _program(graph: PiecewiseGraph, modules: Mapping[str, str], directory: Path) -> str:
+    frozen = {}
+    arguments = []
+    for i, binding in enumerate(graph.traced.bindings.placeholders):
+        if isinstance(binding, InputBinding):
+            arguments.append(f"inputs[{binding.name!r}]")
+        elif isinstance(binding, SizeBinding):
+            arguments.append(f"sizes[{binding.name!r}]")
+        elif isinstance(binding, ModelTensor):
+            arguments.append(f"tensors[{binding.path!r}]")
+        elif isinstance(binding, FrozenTensor):
+            frozen[f"frozen_{i}"] = binding.tensor
+            arguments.append(f"frozen_{i}")
+    for name, tensor in frozen.items():
+        torch.save(tensor, directory / f"{name}.pt")
+    imports = "\n".join(f"import {module}" for module in dict.fromkeys(modules.values()))
+    split_at = sorted({op._schema.name for op in graph.split.matches})
+    listed = ",\n        ".join(arguments)
+    return (
+        f'"""A traced model, split at {", ".join(split_at) or "nothing"}.\n\n'
+        f"mode: {graph.traced.mode}; valid for {graph.traced.interval} tokens; {len(graph.split.pieces)} pieces, "
+        f'{graph.num_distinct} distinct.\n"""\n\n{_HEADER}\n{imports}\n{_load(frozen)}\n\n'
+        f"{_function(graph.split.root, {}, modules, name='stitched')}\n\n"
+        f"def forward(inputs, tensors, sizes):\n"
+        f'    """inputs: tensors by name; tensors: the model\'s, by dotted name; sizes: dynamic dims by name."""\n'
+        f"    return stitched(\n        {listed},\n    )\n"
+    )
+
+
+def _function(
+    graph: Graph, constants: Mapping[str, Any], modules: Mapping[str, str] | None = None, name: str = "forward"
+) -> str:
+    """A graph as one plain function, from FX's own code generation."""
+    source = graph.python_code("self").src
+    source = re.sub(r"^def forward\(self,? ?", f"def {name}(", source.strip(), count=1)
+    for target in constants:
+        source = source.replace(f"self.{target}", _constant_name(target))
+    for piece, module in (modules or {}).items():
+        source = re.sub(rf"\bself\.{piece}\(", f"{module}.forward(", source)
+    return f"{source.rstrip()}\n"
+
+
+def _constants(graph_module: torch.fx.GraphModule, directory: Path, module: str) -> dict[str, Any]:
+    found = {}
+    for node in _attribute_nodes(graph_module.graph):
+        value: Any = graph_module
+        for part in str(node.target).split("."):
+            value = getattr(value, part)
+        found[str(node.target)] = value
+        torch.save(value, directory / f"{_constant_name(str(node.target))}.pt")
+    return found
+
+
+def _attribute_nodes(graph: Graph) -> Iterator[Node]:
+    return (node for node in graph.nodes if node.op == "get_attr")
+
+
+def _constant_name(target: str) -> str:
+    return "constant_" + re.sub(r"\W", "_", target)
+
+
+def _load(constants: Mapping[str, Any]) -> str:
+    if not constants:
+        return ""
+    lines = ["from pathlib import Path\n"]
+    for target in constants:
+        name = target if target.startswith("frozen_") else _constant_name(target)
+        lines.append(f'{name} = torch.load(Path(__file__).with_name("{name}.pt"), weights_only=False)')
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,157 @@
+"""What a call's inputs look like: which dims are dynamic, what a program was traced for, how a bucket is padded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..errors import InputError
+
+TOKENS = "tokens"
+"""The name of the size that buckets pad."""
+
+Constant = bool | int | float | str | None
+
+Layout = tuple[str, torch.dtype, torch.device, tuple[int | str, ...]]
+"""Name, dtype, device and sizes of a tensor input; a dynamic size is the name of its dim."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Signature:
+    """What a program is traced for: which inputs are present, and everything about them but the dynamic sizes."""
+
+    tensors: tuple[Layout, ...]
+    constants: tuple[tuple[str, Constant], ...]
+
+    def __str__(self) -> str:
+        parts = [
+            f"{name}: {str(dtype).removeprefix('torch.')}[{', '.join(map(str, sizes))}]"
+            for name, dtype, _, sizes in self.tensors
+        ]
+        return ", ".join([*parts, *(f"{name}={value!r}" for name, value in self.constants)])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BoundInputs:
+    """One call's inputs after the checks: the tensors by name, the signature, and the dynamic sizes by name."""
+
+    tensors: Mapping[str, torch.Tensor]
+    signature: Signature
+    sizes: Mapping[str, int]
+
+    @property
+    def num_tokens(self) -> int:
+        """The size called `tokens`."""
+        return self.sizes[TOKENS]
+
+
+class InputContract:
+    """The declared dynamic dims and pad values of a runtime's inputs, and the checks that each call must pass."""
+
+    def __init__(
+        self,
+        dynamic_dims: Mapping[str, Mapping[int, str] | int],
+        pad: Mapping[str, int | float] | None = None,
+    ) -> None:
+        self.dynamic_dims = {name: _named_dims(name, dims) for name, dims in dynamic_dims.items()}
+        self.pad = dict(pad or {})
+        if not any(TOKENS in dims.values() for dims in self.dynamic_dims.values()):
+            raise InputError(
+                f"dynamic_dims: expected one dim called {TOKENS!r}, the size that buckets pad, got "
+                f'{self.dynamic_dims}; write {{"input_ids": {{0: "{TOKENS}"}}}}'
+            )
+        strangers = sorted(set(self.pad) - {n for n, dims in self.dynamic_dims.items() if TOKENS in dims.values()})
+        if strangers:
+            raise InputError(
+                f"pad: {', '.join(strangers)} {'has' if len(strangers) == 1 else 'have'} no dim called {TOKENS!r} in "
+                f"dynamic_dims, so there is nothing to pad; remove it or declare the dim"
+            )
+
+    def bind(self, inputs: Mapping[str, Any]) -> BoundInputs:
+        """Checks a call's inputs and reads its sizes.
+
+        Raises:
+            InputError: a dynamic input is no tensor, a declared dim does not exist, two dims of one name differ in
+                size, the dim `tokens` is on none of the inputs, or a value is neither a tensor nor a plain constant.
+        """
+        sizes: dict[str, tuple[int, str]] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        layouts: list[Layout] = []
+        constants: list[tuple[str, Constant]] = []
+        for name, value in inputs.items():
+            if isinstance(value, torch.Tensor):
+                dims = self._read_dims(name, value, sizes)
+                shape: list[int | str] = list(value.shape)
+                for dim, dim_name in dims.items():
+                    shape[dim] = dim_name
+                tensors[name] = value
+                layouts.append((name, value.dtype, value.device, tuple(shape)))
+            elif value is not None and name in self.dynamic_dims:
+                raise InputError(
+                    f"input {name!r}: expected a tensor, since dynamic_dims declares {self.dynamic_dims[name]}, got "
+                    f"{type(value).__name__}; pass a tensor, or take {name!r} out of dynamic_dims"
+                )
+            elif value is None or isinstance(value, (bool, int, float, str)):
+                constants.append((name, value))
+            else:
+                raise InputError(
+                    f"input {name!r}: expected a tensor, None, bool, int, float or str, got {type(value).__name__}; "
+                    f"pass tensors as inputs of their own, and what split ops read as the context"
+                )
+        if TOKENS not in sizes:
+            declared = ", ".join(name for name, dims in self.dynamic_dims.items() if TOKENS in dims.values())
+            raise InputError(
+                f"inputs: expected at least one of {declared}, which carry the dim {TOKENS!r}, got "
+                f"{', '.join(inputs) or 'nothing'}"
+            )
+        signature = Signature(tuple(layouts), tuple(constants))
+        return BoundInputs(tensors, signature, {name: size for name, (size, _) in sizes.items()})
+
+    def _read_dims(self, name: str, tensor: torch.Tensor, sizes: dict[str, tuple[int, str]]) -> Mapping[int, str]:
+        dims = self.dynamic_dims.get(name, {})
+        for dim, dim_name in dims.items():
+            if dim >= tensor.dim():
+                raise InputError(
+                    f"input {name!r}: dynamic_dims declares dim {dim} ({dim_name!r}), got a tensor of shape "
+                    f"{list(tensor.shape)}; pass {dim + 1} dims or more, or correct dynamic_dims"
+                )
+            size, where = sizes.setdefault(dim_name, (tensor.shape[dim], f"{name!r} dim {dim}"))
+            if size != tensor.shape[dim]:
+                raise InputError(
+                    f"input {name!r}: dim {dim} ({dim_name!r}) is {tensor.shape[dim]}, but {where} with the same name "
+                    f"is {size}; dims of one name must be one size"
+                )
+        return dims
+
+    def pad_to_bucket(self, bound: BoundInputs, bucket: int) -> dict[str, torch.Tensor]:
+        """The tensors with every `tokens` dim grown to `bucket` rows; the tail holds the input's pad value."""
+        return {
+            name: pad_tensor(tensor, self.dynamic_dims.get(name, {}), bucket, self.pad.get(name, 0))
+            for name, tensor in bound.tensors.items()
+        }
+
+
+def pad_tensor(tensor: torch.Tensor, dims: Mapping[int, str], bucket: int, value: int | float) -> torch.Tensor:
+    """Grows the `tokens` dims of `tensor` to `bucket`, the tail filled with `value`; itself when it fits already."""
+    for dim, name in dims.items():
+        missing = bucket - tensor.shape[dim]
+        if name == TOKENS and missing:
+            tail = list(tensor.shape)
+            tail[dim] = missing
+            tensor = torch.cat((tensor, tensor.new_full(tail, value)), dim)
+    return tensor
+
+
+def _named_dims(name: str, dims: Mapping[int, str] | int) -> dict[int, str]:
+    named = {dims: TOKENS} if isinstance(dims, int) and not isinstance(dims, bool) else dims
+    if not isinstance(named, Mapping) or any(
+        not isinstance(dim, int) or isinstance(dim, bool) or dim < 0 or not isinstance(dim_name, str)
+        for dim, dim_name in named.items()
+    ):
+        raise InputError(
+            f"dynamic_dims[{name!r}]: expected {{dim: name}} with dims counted from 0, or one such dim, got {dims!r}"
+        )
+    return dict(named)

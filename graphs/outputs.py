@@ -1,0 +1,94 @@
+"""The nested structure that a model returns: flattened to leaves with paths, rebuilt, and cut back to size.
+
+A leaf's path is what a user writes in `output_dims`: `""` for a lone tensor, `"hidden"`, `"1"`, `"layers.0"`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ..errors import InputError
+
+Leaf = Callable[[str, Any], Any]
+
+
+def map_leaves(value: Any, leaf: Leaf, path: str = "") -> Any:
+    """Rebuilds tuples, named tuples, lists, dicts and dataclasses with `leaf(path, value)` at everything else."""
+    if isinstance(value, torch.Tensor):
+        return leaf(path, value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # Before dict: a transformers ModelOutput is both, and is built from its fields.
+        fields = [f.name for f in dataclasses.fields(value) if f.init]
+        return type(value)(**{name: map_leaves(getattr(value, name), leaf, _join(path, name)) for name in fields})
+    if isinstance(value, dict):
+        items = {key: map_leaves(item, leaf, _join(path, str(key))) for key, item in value.items()}
+        return items if type(value) is dict else type(value)(items)
+    if isinstance(value, (tuple, list)):
+        elements = [map_leaves(item, leaf, _join(path, str(i))) for i, item in enumerate(value)]
+        return type(value)(*elements) if hasattr(value, "_fields") else type(value)(elements)
+    return leaf(path, value)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+Rows = Mapping[int, int]
+"""Dim -> how many rows a token has there, for the dims of an output that grow with `tokens`."""
+
+OutputDims = int | None | Mapping[str | int, int | None]
+"""Which dim of which output carries `tokens`: one for every output, or by path; None leaves an output alone."""
+
+
+class OutputContract:
+    """Says how each output is cut back from the padded size to the size that was asked for."""
+
+    def __init__(self, output_dims: OutputDims = 0) -> None:
+        self._default = output_dims if isinstance(output_dims, int) or output_dims is None else 0
+        self._by_path = {str(k): v for k, v in output_dims.items()} if isinstance(output_dims, Mapping) else {}
+
+    def cut(self, outputs: Any, *, padded: int, num_tokens: int, rows: Mapping[str, Rows] | None = None) -> Any:
+        """The outputs without their padded rows: views, of the same structure.
+
+        Args:
+            rows: from a trace, the dims of each output that are a multiple of `tokens`. Without it (the eager
+                forward) a dim of the padded size is taken to be one.
+
+        Raises:
+            InputError: an output's padded rows are on another dim than the declared one, or `output_dims` names no
+                such output.
+        """
+        seen: set[str] = set()
+
+        def leaf(path: str, value: Any) -> Any:
+            seen.add(path)
+            if not isinstance(value, torch.Tensor) or padded == num_tokens:
+                return value
+            known = {d: 1 for d, size in enumerate(value.shape) if size == padded} if rows is None else rows[path]
+            return self._cut_leaf(path, value, num_tokens, known)
+
+        result = map_leaves(outputs, leaf)
+        strangers = sorted(set(self._by_path) - seen)
+        if strangers:
+            raise InputError(
+                f"output_dims: the model returns {', '.join(map(repr, sorted(seen)))}, got {strangers[0]!r}; "
+                f"use one of the former"
+            )
+        return result
+
+    def _cut_leaf(self, path: str, value: torch.Tensor, num_tokens: int, rows: Rows) -> torch.Tensor:
+        dim = self._by_path.get(path, self._default)
+        if dim is None:
+            return value
+        if dim in rows:
+            return value.narrow(dim, 0, rows[dim] * num_tokens)
+        if rows:
+            raise InputError(
+                f"output {path!r}: expected the padded rows on dim {dim}, got shape {list(value.shape)} with rows on "
+                f'dim {min(rows)}; say output_dims={{"{path}": {min(rows)}}}, or None to leave it alone'
+            )
+        return value

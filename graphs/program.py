@@ -1,0 +1,268 @@
+"""The stitched whole: pieces and split ops in order, bound to the model.
+
+A `PiecewiseGraph` is a trace cut into fingerprinted pieces. Linking it with compiled pieces makes a `Program`, a
+callable for the whole forward: `general` with the pieces compiled for any size, `specialized` with those of one bucket.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+
+from ..errors import TraceError
+from ..phases import Compiler
+from . import audit
+from .bindings import InputBinding, ModelTensor, SizeBinding
+from .compilers import CompiledCallable, compile_piece
+from .fingerprint import canonical_text, fingerprint
+from .inputs import TOKENS, InputContract
+from .outputs import Rows, map_leaves
+from .recorder import Recorder
+from .specialize import specialize
+from .split import Piece, SplitGraph, split
+from .trace import BindingRef, OutputRef, Traced
+
+ProgramKind = Literal["eager", "general", "specialized"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CompiledPiece:
+    """What a compiler made of one fingerprint."""
+
+    call: CompiledCallable
+    interval: audit.Interval
+    """The numbers of tokens for which it is valid: compilers add guards of their own."""
+    seconds: float
+
+
+CompiledKey = tuple[str, Compiler]
+"""Fingerprint and compiler."""
+
+CompiledPieces = MutableMapping[CompiledKey, CompiledPiece]
+
+
+class PiecewiseGraph:
+    """A traced model cut at its split ops."""
+
+    def __init__(self, traced: Traced, contract: InputContract) -> None:
+        self.traced = traced
+        self.split: SplitGraph = split(traced.graph_module)
+        self.fake_mode = _fake_mode(traced)
+        self._contract = contract
+        self._symbol = traced.symbols.get(TOKENS)
+        self.texts = {piece.name: self._text(piece.graph_module) for piece in self.split.pieces}
+        self.fingerprints = {name: fingerprint(text) for name, text in self.texts.items()}
+        self.rows = self._output_rows()
+
+    @property
+    def num_distinct(self) -> int:
+        """How many different fingerprints the pieces have."""
+        return len(set(self.fingerprints.values()))
+
+    def compile_general(self, compiler: Compiler, compiled: CompiledPieces, recorder: Recorder) -> Program:
+        """Compiles each distinct piece that `compiled` lacks for any size, and links the general program.
+
+        Raises:
+            CompileError: a compiler failed on a piece.
+        """
+        calls: dict[str, CompiledCallable] = {}
+        interval = self.traced.interval
+        with recorder.progress("compiling the general program", total=self.num_distinct) as advance:
+            for piece in self.split.pieces:
+                key = (self.fingerprints[piece.name], compiler)
+                if key not in compiled:
+                    compiled[key] = self._compile(piece.graph_module, compiler)
+                    recorder.record(
+                        "compile_general", seconds=compiled[key].seconds, fingerprint=key[0], compiler=str(compiler)
+                    )
+                    advance()
+                interval &= compiled[key].interval
+                calls[piece.name] = compiled[key].call
+        return Program(self, calls, kind="general", interval=interval)
+
+    def compile_specialized(
+        self, bucket: int, compiler: Compiler, compiled: CompiledPieces, recorder: Recorder
+    ) -> Program:
+        """Compiles each distinct piece for exactly `bucket` tokens, and links the specialised program.
+
+        Raises:
+            CompileError: a compiler failed on a piece.
+        """
+        calls: dict[str, CompiledCallable] = {}
+        values = {self._symbol: bucket} if self._symbol is not None else {}
+        with recorder.progress(f"compiling bucket {bucket}", total=self.num_distinct) as advance:
+            for piece in self.split.pieces:
+                special = specialize(piece.graph_module, values, self.fake_mode)
+                key = (fingerprint(self._text(special.graph_module)), compiler)
+                if key not in compiled:
+                    compiled[key] = self._compile(special.graph_module, compiler)
+                    recorder.record(
+                        "compile_specialized",
+                        seconds=compiled[key].seconds,
+                        fingerprint=key[0],
+                        compiler=str(compiler),
+                        bucket=bucket,
+                    )
+                    advance()
+                calls[piece.name] = _pick(compiled[key].call, special.kept)
+        return Program(self, calls, kind="specialized", interval=audit.Interval(bucket, bucket))
+
+    def _compile(self, graph_module: GraphModule, compiler: Compiler) -> CompiledPiece:
+        started = time.perf_counter()
+        before = self._audit()
+        call = compile_piece(compiler, graph_module, self.fake_mode)
+        after = self._audit()
+        interval = audit.ANY_SIZE if after == before else after
+        return CompiledPiece(call=call, interval=interval, seconds=time.perf_counter() - started)
+
+    def _audit(self) -> audit.Interval:
+        symbols = {name: {symbol} for name, symbol in self.traced.symbols.items()}
+        return audit.interval_after_compile(self.traced.shape_env, symbols, {TOKENS: max(self.traced.interval.low, 2)})
+
+    def _text(self, graph_module: GraphModule) -> str:
+        intervals = {self._symbol: self.traced.interval} if self._symbol is not None else {}
+        return canonical_text(graph_module, intervals=intervals)
+
+    def _output_rows(self) -> Mapping[str, Rows]:
+        """Of each output, which dims are a multiple of `tokens`, and of how many rows a token."""
+        (graph_outputs,) = self.traced.graph_module.graph.output_node().args
+        assert isinstance(graph_outputs, (tuple, list))
+        rows: dict[str, Rows] = {}
+
+        def leaf(path: str, value: Any) -> Any:
+            if isinstance(value, OutputRef):
+                node = graph_outputs[value.index]
+                example = node.meta.get("example_value") if isinstance(node, Node) else node
+                if isinstance(example, torch.Tensor):
+                    rows[path] = {d: n for d, size in enumerate(example.shape) if (n := self._per_token(path, size))}
+            elif isinstance(value, BindingRef) and isinstance(value.binding, InputBinding):
+                dims = self._contract.dynamic_dims.get(value.binding.name, {})
+                rows[path] = {dim: 1 for dim, name in dims.items() if name == TOKENS}
+            elif isinstance(value, BindingRef):
+                rows[path] = {}
+            return value
+
+        map_leaves(self.traced.output, leaf)
+        return rows
+
+    def _per_token(self, path: str, size: Any) -> int:
+        if not isinstance(size, torch.SymInt) or self._symbol not in size.node.expr.free_symbols:
+            return 0
+        ratio = size.node.expr / self._symbol
+        if not ratio.is_Integer:
+            raise TraceError(
+                f"trace: output {path!r} has a dim of size {size.node.expr}, from which padded rows cannot be cut; "
+                f"return a whole number of rows a token"
+            )
+        return int(ratio)
+
+
+class Program:
+    """A callable for the whole forward, made of compiled pieces with the split ops between them."""
+
+    def __init__(
+        self,
+        graph: PiecewiseGraph,
+        calls: Mapping[str, CompiledCallable],
+        *,
+        kind: ProgramKind,
+        interval: audit.Interval,
+    ) -> None:
+        self.graph = graph
+        self.kind = kind
+        self.interval = interval
+        self.rows: Mapping[str, Rows] | None = graph.rows
+        self._bindings = graph.traced.bindings
+        self._output = graph.traced.output
+        self._calls = calls
+        self._forward = _link(graph.split.root, calls)
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> Any:
+        """Runs the forward on inputs of a size in `interval`, under the caller's grad mode and step context."""
+        outputs = self._forward(*self._bindings.arguments(tensors, sizes))
+
+        def leaf(path: str, value: Any) -> Any:
+            if isinstance(value, OutputRef):
+                return outputs[value.index]
+            if isinstance(value, BindingRef):
+                return _resolve(value.binding, tensors, sizes)
+            return value
+
+        return map_leaves(self._output, leaf)
+
+    def watched(self, watch: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Relinks the program with `watch(op)` in place of every split op (the debug mode)."""
+        self._forward = _link(self.graph.split.root, self._calls, watch)
+
+
+def _resolve(binding: object, tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> Any:
+    if isinstance(binding, InputBinding):
+        return tensors[binding.name]
+    if isinstance(binding, ModelTensor):
+        return binding.container[binding.key]
+    assert isinstance(binding, SizeBinding)
+    return sizes[binding.name]
+
+
+def _link(
+    root: Graph,
+    calls: Mapping[str, CompiledCallable],
+    watch: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+) -> Callable[..., Sequence[Any]]:
+    """The stitched graph as one generated Python function that calls the compiled pieces directly."""
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for node in root.nodes:
+        if node.op == "call_module":
+            target: Callable[..., Any] = _named(calls[str(node.target)], str(node.target))
+            copies[node] = graph.call_function(target, torch.fx.map_arg(node.args, copies.__getitem__))
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            if watch is not None and isinstance(node.target, torch._ops.OpOverload):
+                copies[node].target = _named(watch(node.target), node.target._schema.name.replace("::", "_"))
+    forward: Callable[..., Sequence[Any]] = GraphModule(torch.nn.Module(), graph, class_name="Stitched").forward
+    return forward
+
+
+def _named(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A plain function: what FX code generation can refer to by name."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    function.__name__ = function.__qualname__ = name
+    return function
+
+
+def _pick(call: CompiledCallable, kept: Sequence[int]) -> CompiledCallable:
+    @functools.wraps(call, assigned=(), updated=())
+    def picked(*arguments: Any) -> Sequence[Any]:
+        return call(*[arguments[i] for i in kept])
+
+    return picked
+
+
+def _fake_mode(traced: Traced) -> FakeTensorMode:
+    for value in _example_values(traced.graph_module):
+        if isinstance(value, torch._subclasses.FakeTensor):
+            return value.fake_mode
+    return FakeTensorMode(shape_env=traced.shape_env)
+
+
+def _example_values(graph_module: GraphModule) -> Iterator[Any]:
+    return (node.meta.get("example_value") for node in graph_module.graph.nodes)
+
+
+def distinct_pieces(graph: PiecewiseGraph) -> dict[str, list[Piece]]:
+    """The pieces of each fingerprint, in order of first appearance."""
+    groups: dict[str, list[Piece]] = {}
+    for piece in graph.split.pieces:
+        groups.setdefault(graph.fingerprints[piece.name], []).append(piece)
+    return groups

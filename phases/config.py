@@ -1,0 +1,298 @@
+"""What an operator chooses for a runtime and for each phase. Checks what can be known without a device.
+
+Flags and JSON only build these classes, so every check and every error text is here, in ladder.py or in resolve.py.
+A path such as `prefill.buckets` names a field; a PhaseConfig built alone does not know its phase and says `buckets`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from reprlib import repr as short_repr
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..errors import ConfigError
+from .choices import Backend, CaptureDevice, Compiler, Phase, Startup, not_one_of
+from .ladder import BucketLadder, check_size, check_sizes
+
+
+def _doc(text: str, *, metavar: str | None = None, numeric: bool = False, many: bool = False) -> dict[str, Any]:
+    """The documentation of a field and how its flag reads values: the one source of `--help` and of the README."""
+    return {"doc": text, "metavar": metavar, "numeric": numeric, "many": many}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseConfig:
+    """How one phase executes, and for which buckets.
+
+    Raises: ConfigError if a value is not allowed, or if two do not go together.
+    """
+
+    backend: Backend = field(
+        default=Backend.AUTO,
+        metadata=_doc("how the phase executes; auto decides by phase, compiler and device"),
+    )
+    compiler: Compiler = field(
+        default=Compiler.EAGER,
+        metadata=_doc("what compiles a piece"),
+    )
+    buckets: tuple[int, ...] | None = field(
+        default=None,
+        metadata=_doc(
+            "the ladder, ascending, in tokens; if unset, the phase's default ladder",
+            metavar="N",
+            numeric=True,
+            many=True,
+        ),
+    )
+    max_num_tokens: int | None = field(
+        default=None,
+        metadata=_doc("the last bucket, in tokens; larger steps run unpadded", metavar="N", numeric=True),
+    )
+    specialize: tuple[int, ...] | Literal["all"] = field(
+        default=(),
+        metadata=_doc(
+            "'all', or the buckets that get a program compiled for exactly their size",
+            metavar="N",
+            numeric=True,
+            many=True,
+        ),
+    )
+    max_padding_waste: float | None = field(
+        default=None,
+        metadata=_doc(
+            "the largest share of padded rows, 0 to 1, in a bucket; beyond it a step runs unpadded",
+            metavar="SHARE",
+            numeric=True,
+        ),
+    )
+
+    if TYPE_CHECKING:  # callers may pass plain words and lists; __post_init__ makes them what the fields declare
+
+        def __init__(
+            self,
+            *,
+            backend: Backend | str = ...,
+            compiler: Compiler | str = ...,
+            buckets: Sequence[int] | None = ...,
+            max_num_tokens: int | None = ...,
+            specialize: Sequence[int] | Literal["all"] = ...,
+            max_padding_waste: float | None = ...,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        _set(self, "backend", Backend.parse(self.backend, "backend"))
+        _set(self, "compiler", Compiler.parse(self.compiler, "compiler"))
+        if self.buckets is not None:
+            _set(self, "buckets", check_sizes(self.buckets, "buckets"))
+        if self.max_num_tokens is not None:
+            check_size(self.max_num_tokens, "max_num_tokens")
+        _set(self, "specialize", _specialize(self.specialize))
+        _set(self, "max_padding_waste", _share(self.max_padding_waste, "max_padding_waste"))
+        if self.buckets is not None:
+            self._check_maximum(self.buckets[-1])
+            self._check_specialize(BucketLadder(self.buckets), "")
+
+    def ladder(self, phase: Phase | str) -> BucketLadder:
+        """The buckets, or else the default ladder of `phase` cut at `max_num_tokens`."""
+        return BucketLadder.default(phase, self.max_num_tokens) if self.buckets is None else BucketLadder(self.buckets)
+
+    def _check_maximum(self, last: int) -> None:
+        maximum = self.max_num_tokens
+        if maximum is None or maximum == last:
+            return
+        do = f"add {maximum} or lower" if last < maximum else f"remove the buckets above {maximum} or raise"
+        raise ConfigError(f"buckets: the last bucket is {last} but max_num_tokens is {maximum}; {do} max_num_tokens")
+
+    def _check_specialize(self, ladder: BucketLadder, prefix: str) -> None:
+        """Every specialised size is a bucket. Called where the ladder is known; `prefix` is `prefill.` or empty."""
+        for size in () if self.specialize == "all" else self.specialize:
+            if size not in ladder:
+                raise ConfigError(
+                    f"{prefix}specialize: expected 'all' or buckets of the ladder {', '.join(map(str, ladder))}, "
+                    f"got {size}; remove {size} or list it in buckets"
+                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphConfig:
+    """How a runtime executes: one PhaseConfig a phase (a mapping of its fields will do), and what both share.
+
+    Raises: ConfigError if a value is not allowed, or if two do not go together.
+    """
+
+    prefill: PhaseConfig = field(default_factory=PhaseConfig, metadata=_doc("the prefill phase"))
+    decode: PhaseConfig = field(default_factory=PhaseConfig, metadata=_doc("the decode phase"))
+    startup: Startup = field(
+        default=Startup.LAZY,
+        metadata=_doc(
+            "eager: everything before ready; lazy: at first appearance, inside the step; "
+            "tiered: serve now, promote in the background"
+        ),
+    )
+    capture_device: CaptureDevice = field(
+        default=CaptureDevice.AUTO,
+        metadata=_doc("what records captures: CUDA graphs, or the tape that stands in for them on CPU"),
+    )
+    cache_dir: str | None = field(
+        default=None,
+        metadata=_doc("the directory of compiled artifacts; if unset, nothing is kept", metavar="DIR"),
+    )
+    enable_torch_compile: bool = field(
+        default=False,
+        metadata=_doc("compile the whole forward for buckets up to torch_compile_max_bs"),
+    )
+    torch_compile_max_bs: int = field(
+        default=32,
+        metadata=_doc("the largest bucket that whole-forward compile serves", metavar="N", numeric=True),
+    )
+    evaluate_guards: bool = field(
+        default=False,
+        metadata=_doc("debugging: keep the guards of the trace and fail on a recompile"),
+    )
+
+    if TYPE_CHECKING:  # as above
+
+        def __init__(
+            self,
+            *,
+            prefill: PhaseConfig | Mapping[str, Any] = ...,
+            decode: PhaseConfig | Mapping[str, Any] = ...,
+            startup: Startup | str = ...,
+            capture_device: CaptureDevice | str = ...,
+            cache_dir: str | os.PathLike[str] | None = ...,
+            enable_torch_compile: bool = ...,
+            torch_compile_max_bs: int = ...,
+            evaluate_guards: bool = ...,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        for phase in Phase:
+            _set(self, phase, _phase_config(getattr(self, phase), phase))
+        _set(self, "startup", Startup.parse(self.startup, "startup"))
+        _set(self, "capture_device", CaptureDevice.parse(self.capture_device, "capture_device"))
+        _set(self, "cache_dir", _directory(self.cache_dir, "cache_dir"))
+        check_size(self.torch_compile_max_bs, "torch_compile_max_bs")
+        for name in ("enable_torch_compile", "evaluate_guards"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ConfigError(f"{name}: expected true or false, got {short_repr(value)}; use one of these")
+
+    def phase(self, phase: Phase | str) -> PhaseConfig:
+        """The config of one phase."""
+        return self.prefill if Phase.parse(phase, "phase") is Phase.PREFILL else self.decode
+
+    def with_phase(self, phase: Phase | str, **changes: Any) -> GraphConfig:
+        """A copy in which fields of one phase are replaced."""
+        changed: dict[str, Any] = {Phase.parse(phase, "phase"): replace(self.phase(phase), **changes)}
+        return replace(self, **changed)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, as in the JSON form."""
+        shared = {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.name not in list(Phase)}
+        phases = {str(p): {f.name: _plain(getattr(self.phase(p), f.name)) for f in fields(PhaseConfig)} for p in Phase}
+        return {**phases, **shared}
+
+    def to_json(self) -> str:
+        return json.dumps(self.as_dict())
+
+    @classmethod
+    def from_json(cls, source: str | Mapping[str, Any]) -> GraphConfig:
+        """Reads the JSON form, as text or already parsed; what it does not name keeps its default.
+
+        Raises: ConfigError for text that is not JSON, a key that is no field, or a value that is not allowed.
+        """
+        return cls(**read_object(parse_json(source) if isinstance(source, str) else source, cls, ""))
+
+
+def parse_json(text: str) -> Any:
+    """Parses JSON, in which no key may be given twice. Raises: ConfigError."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        seen: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in seen:
+                raise ConfigError(f"config: expected each key once, got {key!r} twice; keep one")
+            seen[key] = value
+        return seen
+
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"config: expected a JSON object, got {short_repr(text)} ({error}); "
+            'write it like {"decode": {"buckets": [1, 2, 4]}}'
+        ) from None
+
+
+def read_object(value: object, kind: type[PhaseConfig] | type[GraphConfig], where: str) -> dict[str, Any]:
+    """`value`, found at the path `where` (empty: the whole), as keyword arguments of `kind`.
+
+    Raises: ConfigError if it is no mapping or a key is no field.
+    """
+    names = [f.name for f in fields(kind)]
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"{where or 'config'}: expected an object with keys from {', '.join(names)}, got {short_repr(value)}; "
+            "write an object, {} for the defaults"
+        )
+    for key in value:
+        if key not in names:
+            raise not_one_of(f"{where}.{key}" if where else str(key), key, names, "one of the keys")
+    return dict(value)
+
+
+def _phase_config(value: object, phase: Phase) -> PhaseConfig:
+    if not isinstance(value, PhaseConfig):
+        given = read_object(value, PhaseConfig, phase)
+        try:
+            value = PhaseConfig(**given)
+        except ConfigError as error:
+            raise ConfigError(f"{phase}.{error}") from None
+    value._check_specialize(value.ladder(phase), f"{phase}.")
+    return value
+
+
+def _specialize(value: object) -> tuple[int, ...] | Literal["all"]:
+    if isinstance(value, str):
+        if value != "all":
+            raise not_one_of("specialize", value, ["all"], "a list of buckets or")
+        return "all"
+    if isinstance(value, Sequence) and not value:
+        return ()
+    return check_sizes(value, "specialize")
+
+
+def _share(value: object, where: str) -> float | None:
+    if value is None:
+        return None
+    # A NaN fails the comparison, as it should.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ConfigError(f"{where}: expected a share from 0 to 1, got {short_repr(value)}; use 0.25 for a quarter")
+    return float(value)
+
+
+def _directory(value: object, where: str) -> str | None:
+    if value is None:
+        return None
+    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not isinstance(path, str) or not path:
+        raise ConfigError(
+            f"{where}: expected the path of a directory, got {short_repr(value)}; name one or leave it out"
+        )
+    return path
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, tuple):
+        return list(value)
+    return str(value) if isinstance(value, str) else value
+
+
+def _set(config: object, name: str, value: object) -> None:
+    """Normalises a field of a frozen config; only for `__post_init__`."""
+    object.__setattr__(config, name, value)

@@ -1,0 +1,31 @@
+"""The table of entries: what a phase holds for each bucket."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..graphs.inputs import Signature
+from ..phases import Phase
+from .programs import AnyProgram, ProgramFamily
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Entry:
+    """What a phase runs for one bucket."""
+
+    phase: Phase
+    bucket: int | None
+    """None: a step without padding, above the ladder or beyond the padding-waste limit."""
+    family: ProgramFamily | None
+    """Where its programs come from; None for the eager forward."""
+    program: AnyProgram
+    size: int | None
+    """The number of tokens it runs at; None for whatever is asked."""
+    why: str
+    build_s: float
+    """Seconds of traces and compiles that this entry caused."""
+    num_steps: int = 0
+
+
+EntryKey = tuple[Phase, Signature, int | None]
+"""A bucket is None for steps without padding."""

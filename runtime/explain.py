@@ -1,0 +1,122 @@
+"""What runs, why, and at what cost: as a table for a person and as plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..graphs.debug import MutationWitness
+from ..graphs.program import Program
+from ..phases import Phase, Resolved
+from .entries import Entry
+from .events import Counters
+from .programs import ProgramFamily
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Explanation:
+    """An explanation of a runtime at one moment."""
+
+    data: dict[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return self.data
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self.data))
+
+
+def explain(
+    *,
+    resolved: Resolved,
+    entries: Sequence[Entry],
+    families: Sequence[ProgramFamily],
+    counters: Counters,
+    witness: MutationWitness | None,
+) -> Explanation:
+    """Collects what a runtime decided so far."""
+    return Explanation(
+        data={
+            "phases": {str(phase): _phase(resolved, phase) for phase in Phase},
+            "startup": str(resolved.config.startup),
+            "reasons": list(resolved.reasons),
+            "traces": [_trace(program, family) for family in families for program in family.general],
+            "entries": [_entry(entry) for entry in entries],
+            "unmatched_split_ops": sorted({name for family in families for name in family.unmatched}),
+            "never_written": {k: list(v) for k, v in witness.never_written().items()} if witness is not None else {},
+            "counters": counters.as_dict(),
+        }
+    )
+
+
+def _phase(resolved: Resolved, phase: Phase) -> dict[str, Any]:
+    config = resolved.config.phase(phase)
+    return {
+        "backend": str(config.backend),
+        "compiler": str(config.compiler),
+        "buckets": list(resolved.ladders[phase].buckets),
+        "specialize": config.specialize if isinstance(config.specialize, str) else list(config.specialize),
+    }
+
+
+def _trace(program: Program, family: ProgramFamily) -> dict[str, Any]:
+    graph = program.graph
+    return {
+        "inputs": str(family.signature),
+        "compiler": str(family.compiler),
+        "mode": graph.traced.mode,
+        "valid_for": str(program.interval),
+        "pieces": len(graph.split.pieces),
+        "distinct_pieces": graph.num_distinct,
+        "opaque_regions": graph.split.num_opaque,
+        "split_ops": {op._schema.name: count for op, count in graph.split.matches.items()},
+        "frozen": list(graph.traced.frozen),
+    }
+
+
+def _entry(entry: Entry) -> dict[str, Any]:
+    return {
+        "phase": str(entry.phase),
+        "bucket": entry.bucket,
+        "program": entry.program.kind,
+        "runs_at": entry.size,
+        "why": entry.why,
+        "steps": entry.num_steps,
+        "build_s": entry.build_s,
+    }
+
+
+_MAX_FROZEN = 6
+
+
+def _lines(data: dict[str, Any]) -> Iterator[str]:
+    for name, phase in data["phases"].items():
+        yield f"{name}: backend {phase['backend']}, compiler {phase['compiler']}, {len(phase['buckets'])} buckets " + (
+            f"{phase['buckets'][0]} to {phase['buckets'][-1]}"
+        )
+    yield f"startup: {data['startup']}"
+    yield from (f"  {reason}" for reason in data["reasons"])
+    for trace in data["traces"]:
+        yield (
+            f"trace ({trace['inputs']}): {trace['mode']}, valid for {trace['valid_for']} tokens, "
+            f"{trace['pieces']} pieces ({trace['distinct_pieces']} distinct), {trace['opaque_regions']} opaque regions"
+        )
+        yield from (f"  frozen: {state}" for state in trace["frozen"][:_MAX_FROZEN])
+        if len(trace["frozen"]) > _MAX_FROZEN:
+            yield f"  frozen: {len(trace['frozen']) - _MAX_FROZEN} more; see as_dict()"
+    if data["unmatched_split_ops"]:
+        yield f"split ops that no graph has called: {', '.join(data['unmatched_split_ops'])}"
+    for name, arguments in data["never_written"].items():
+        yield f"{name} declares {', '.join(arguments)} mutated and has never changed it; drop it from mutates_args"
+    rows = [("phase", "bucket", "program", "runs at", "steps", "build s", "why")]
+    for e in data["entries"]:
+        bucket = "-" if e["bucket"] is None else str(e["bucket"])
+        size = "as asked" if e["runs_at"] is None else str(e["runs_at"])
+        rows.append((e["phase"], bucket, e["program"], size, str(e["steps"]), f"{e['build_s']:.2f}", e["why"]))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    fallbacks = data["counters"]["fallbacks"]
+    yield from (f"fallback x{count}: {reason}" for reason, count in fallbacks.items())

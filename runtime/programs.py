@@ -1,0 +1,176 @@
+"""The programs of one signature and compiler: traced when a size needs one, specialised when a bucket asks."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch._dynamo.exc import RecompileError as DynamoRecompileError
+
+from ..errors import CompileError, RecompileError, TraceError
+from ..graphs.audit import ANY_SIZE, Interval
+from ..graphs.debug import MutationWitness
+from ..graphs.inputs import TOKENS, BoundInputs, Constant, InputContract, Signature
+from ..graphs.outputs import Rows
+from ..graphs.program import CompiledPieces, PiecewiseGraph, Program, ProgramKind
+from ..graphs.trace import trace
+from ..ops import registry
+from ..phases import Compiler
+from .events import Recorder
+
+MAX_TRACES = 4
+"""Traces of one signature at different sizes, for models that branch on the size; further sizes run eagerly."""
+
+
+class AnyProgram(Protocol):
+    """What an entry can hold: the eager forward, or a compiled program."""
+
+    kind: ProgramKind
+    interval: Interval
+    rows: Mapping[str, Rows] | None
+    """Which output dims grow with `tokens`; None when only the run can tell."""
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> Any: ...
+
+
+class EagerProgram:
+    """The model's own forward. It needs no bucket, so it runs at the size that was asked for."""
+
+    kind: ProgramKind = "eager"
+    interval = ANY_SIZE
+    rows: Mapping[str, Rows] | None = None
+
+    def __init__(self, model: torch.nn.Module, constants: tuple[tuple[str, Constant], ...]) -> None:
+        self._model = model
+        self._constants = dict(constants)
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> Any:
+        """Runs the forward on the inputs as they are."""
+        return self._model(**tensors, **self._constants)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """The program for a size, the size it runs at, and why that is not the plain case."""
+
+    program: Program | None
+    """None when no trace holds at this size: the eager forward has to do."""
+    size: int
+    fallback: str | None = None
+
+
+class ProgramFamily:
+    """Every program of one signature and compiler. The caller holds the runtime's build lock."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        signature: Signature,
+        contract: InputContract,
+        compiler: Compiler,
+        compiled: CompiledPieces,
+        witness: MutationWitness | None,
+    ) -> None:
+        self.signature = signature
+        self.compiler = compiler
+        self.general: list[Program] = []
+        self.unmatched: tuple[str, ...] = ()
+        self._model = model
+        self._contract = contract
+        self._compiled = compiled
+        self._witness = witness
+        self._specialized: dict[int, Program] = {}
+        self._hopeless: set[int] = set()
+        self._failures: dict[int, TraceError | CompileError] = {}
+
+    def choose(self, size: int, sizes: Mapping[str, int], recorder: Recorder) -> Choice:
+        """The general program valid at `size` tokens, traced and compiled now if there is none.
+
+        A backed trace starts at 2, since torch takes 0 and 1 for constants: a smaller size is padded up to 2. Any
+        other size outside takes another trace.
+
+        Raises:
+            TraceError: the model cannot be traced at this size.
+            CompileError: a compiler failed.
+        """
+        found = self._find(size)
+        if found is not None:
+            return found
+        if size in self._hopeless or len(self.general) >= MAX_TRACES:
+            return Choice(program=None, size=size, fallback="no trace is valid at this size: eager")
+        if size in self._failures:
+            raise self._failures[size]
+        another = bool(self.general)
+        try:
+            self.general.append(self._trace({**sizes, TOKENS: size}, recorder))
+        except (TraceError, CompileError) as error:
+            # Raised again without another attempt: each step would pay for it.
+            self._failures[size] = error
+            raise
+        if another:
+            recorder.fallback("the size is outside of every program's interval: traced another program", size=size)
+        found = self._find(size)
+        if found is None:
+            self._hopeless.add(size)
+            return self.choose(size, sizes, recorder)
+        return found
+
+    def _find(self, size: int) -> Choice | None:
+        for program in self.general:
+            if size in program.interval:
+                return Choice(program=program, size=size)
+        for program in self.general:
+            if program.graph.traced.mode == "backed" and size < program.interval.low == 2:
+                return Choice(program=program, size=2, fallback="padded up to the program's interval")
+        return None
+
+    def specialized(self, bucket: int, general: Program, recorder: Recorder) -> Program:
+        """The program for exactly `bucket` tokens, compiled now if there is none. Raises: CompileError."""
+        if bucket not in self._specialized:
+            program = general.graph.compile_specialized(bucket, self.compiler, self._compiled, recorder)
+            self._specialized[bucket] = self._prepare(program)
+        return self._specialized[bucket]
+
+    def _trace(self, sizes: Mapping[str, int], recorder: Recorder) -> Program:
+        registry.load_entry_points()
+        started = time.perf_counter()
+        with recorder.progress("tracing the model"):
+            traced = trace(
+                self._model, self.signature, self._contract, sizes=sizes, evaluate_guards=self._witness is not None
+            )
+            graph = PiecewiseGraph(traced, self._contract)
+        recorder.record(
+            "trace",
+            seconds=time.perf_counter() - started,
+            mode=traced.mode,
+            interval=str(traced.interval),
+            signature=str(self.signature),
+        )
+        if traced.unbacked_failure is not None:
+            recorder.fallback("the model decides on a size: traced backed", because=traced.unbacked_failure)
+        self.unmatched = registry.record_matches(graph.split.matches)
+        recorder.counters.add("pieces", len(graph.split.pieces))
+        recorder.counters.add("distinct_pieces", graph.num_distinct)
+        recorder.counters.add("opaque_regions", graph.split.num_opaque)
+        return self._prepare(graph.compile_general(self.compiler, self._compiled, recorder))
+
+    def _prepare(self, program: Program) -> Program:
+        if self._witness is not None:
+            program.watched(self._witness.watch)
+        return program
+
+
+def check_guards(program: AnyProgram, bound: BoundInputs) -> None:
+    """Under `evaluate_guards`: raises RecompileError when this call would need another trace."""
+    if not isinstance(program, Program) or program.graph.traced.guards is None:
+        return
+    try:
+        program.graph.traced.guards.check(bound, program.graph.traced.mode)
+    except DynamoRecompileError as error:
+        raise RecompileError(
+            f"evaluate_guards: the program was traced under conditions that no longer hold, so its result would be "
+            f"wrong; undo the change, or make a new Runtime. Dynamo says:\n{error}"
+        ) from error

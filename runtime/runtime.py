@@ -1,0 +1,330 @@
+"""The runtime: what an engine holds, and calls once a step."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from ..errors import CompileError, ConfigError, InputError, RuntimeClosedError
+from ..graphs.debug import MutationWitness
+from ..graphs.dump import dump_program
+from ..graphs.inputs import TOKENS, BoundInputs, InputContract, Signature, pad_tensor
+from ..graphs.outputs import OutputContract, OutputDims
+from ..graphs.program import CompiledPieces
+from ..ops.context import padded_fields, use_context
+from ..phases import Compiler, GraphConfig, Phase, resolve
+from .entries import Entry, EntryKey
+from .events import Counters, Event, Recorder, Scope
+from .explain import Explanation, explain
+from .programs import AnyProgram, EagerProgram, ProgramFamily, check_guards
+from .startup import POLICIES
+
+MAX_SIGNATURES = 8
+"""Sets of inputs that a runtime traces for; a call with yet another one runs eagerly."""
+
+
+class Runtime:
+    """Runs a model phase by phase, each bucket by the best program there is for it.
+
+    Thread-safe: steps of different threads may overlap, and each sees only whole programs. A runtime owns everything it
+    makes; two can live in one process.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: GraphConfig | None = None,
+        *,
+        dynamic_dims: Mapping[str, Mapping[int, str] | int],
+        pad: Mapping[str, int | float] | None = None,
+        output_dims: OutputDims = 0,
+        example_inputs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Takes the model as it is; with `startup="eager"` traces and compiles here.
+
+        Args:
+            model: called as `model(**inputs)`; its tensors may be replaced later by ones of the same layout.
+            config: what to compile, when; the default is `GraphConfig()`.
+            dynamic_dims: input -> {dim: name}; an int `n` means `{n: "tokens"}`. Dims of one name are one size.
+            pad: input -> the value of its padded rows; 0 for the others.
+            output_dims: the dim of the outputs that carries the tokens: one for all, or by path (`"hidden"`, `"1"`,
+                `"layers.0"`); None leaves an output as it is.
+            example_inputs: inputs like those of a step, of any size and value, for tracing before the first step.
+
+        Raises:
+            ConfigError: the config asks for something that does not exist or is not available.
+            InputError: `dynamic_dims`, `pad` or `example_inputs` do not fit together.
+            TraceError, CompileError: under `startup="eager"`, as from `run`.
+        """
+        device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+        self.model = model
+        self.resolved = resolve(
+            config if config is not None else GraphConfig(),
+            device_type=device.type,
+            cuda_available=torch.cuda.is_available(),
+        )
+        self.config = self.resolved.config
+        self.counters = Counters()
+        self._recorder = Recorder(self.counters)
+        self._contract = InputContract(dynamic_dims, pad)
+        self._outputs = OutputContract(output_dims)
+        self._entries: dict[EntryKey, Entry] = {}
+        self._families: dict[tuple[Signature, Compiler], ProgramFamily] = {}
+        self._compiled: CompiledPieces = {}
+        self._build_lock = threading.RLock()
+        self._witness = MutationWitness() if self.config.evaluate_guards else None
+        self._closed = False
+        self._examples = self._contract.bind(example_inputs) if example_inputs is not None else None
+        POLICIES[self.config.startup].on_construct(self)
+
+    def run(self, phase: Phase | str, inputs: Mapping[str, Any], context: object = None) -> Any:
+        """Runs one step and returns the model's outputs without padded rows.
+
+        Args:
+            phase: `prefill` or `decode`.
+            inputs: by name; tensors, or constants that are part of the program's identity.
+            context: what split ops get from `get_context`; fields made with `context_field` are padded to the bucket.
+
+        Returns:
+            The structure that the model returns, made under `torch.inference_mode`.
+
+        Raises:
+            InputError: the inputs do not fit `dynamic_dims`, or the context's fields do not fit the inputs.
+            TraceError: the model cannot become one graph.
+            CompileError: a compiler failed on a piece of the general program.
+            RecompileError: under `evaluate_guards`, the trace no longer holds.
+            RuntimeClosedError: after `close`.
+        """
+        if self._closed:
+            raise RuntimeClosedError("run: this Runtime was closed; make a new one")
+        phase = _phase(phase)
+        bound = self._contract.bind(inputs)
+        entry, program, size = self._pick(phase, bound)
+        if self._witness is not None:
+            check_guards(program, bound)
+        tensors = self._contract.pad_to_bucket(bound, size)
+        padded_context = _pad_context(context, bound, size)
+        with torch.inference_mode(), use_context(padded_context):
+            outputs = program(tensors, {**bound.sizes, TOKENS: size})
+            outputs = self._outputs.cut(outputs, padded=size, num_tokens=bound.num_tokens, rows=program.rows)
+        entry.num_steps += 1
+        self.counters.add("steps", scope=Scope(phase=phase, bucket=entry.bucket))
+        return outputs
+
+    def warm_up(self, phase: Phase | str | None = None) -> None:
+        """Does now what the startup policy would do later, for one phase or both: every bucket of the ladder.
+
+        Nothing of the model runs. Raises: InputError when the inputs are not known yet; as `run` otherwise.
+        """
+        for each in Phase if phase is None else (_phase(phase),):
+            if self.config.phase(each).compiler is Compiler.EAGER:
+                continue
+            for bound in self._known_inputs():
+                for bucket in reversed(self.resolved.ladders[each].buckets):
+                    self._build(each, bound, bucket, in_step=False)
+
+    @property
+    def needs_trace(self) -> bool:
+        """Whether a phase runs anything but the eager forward."""
+        return any(self.config.phase(phase).compiler is not Compiler.EAGER for phase in Phase)
+
+    @property
+    def has_example_inputs(self) -> bool:
+        """Whether the constructor was given inputs to trace with."""
+        return self._examples is not None
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """The newest events, oldest first."""
+        return self._recorder.events
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """The entries made so far, by phase and bucket."""
+        everything = tuple(self._entries.values())
+        return tuple(sorted(everything, key=lambda e: (str(e.phase), e.bucket is None, e.bucket or 0)))
+
+    def explain(self) -> Explanation:
+        """What runs for each bucket and why; `str()` of it is a table, `as_dict()` plain data."""
+        return explain(
+            resolved=self.resolved,
+            entries=self.entries,
+            families=tuple(self._families.values()),
+            counters=self.counters,
+            witness=self._witness,
+        )
+
+    def dump(self, directory: str | os.PathLike[str]) -> Path:
+        """Writes the traced program as Python that can be read and run, one file a distinct piece.
+
+        Returns:
+            The main file. With several traces, one directory each.
+
+        Raises:
+            InputError: nothing was traced yet.
+        """
+        programs = [program for family in self._families.values() for program in family.general]
+        if not programs:
+            raise InputError("dump: nothing was traced yet; call run() or warm_up() first")
+        root = Path(directory)
+        targets = [root] if len(programs) == 1 else [root / f"trace_{i}" for i in range(len(programs))]
+        written = [dump_program(program.graph, target) for program, target in zip(programs, targets, strict=True)]
+        return written[0]
+
+    def close(self) -> None:
+        """Drops every program. A later `run` raises; closing twice is fine."""
+        self._closed = True
+        with self._build_lock:
+            self._entries.clear()
+            self._families.clear()
+            self._compiled.clear()
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _known_inputs(self) -> list[BoundInputs]:
+        """Inputs to warm up with: those of earlier steps, else the examples."""
+        seen = {family.signature for family in self._families.values()}
+        known = [BoundInputs({}, signature, _free_sizes(signature)) for signature in seen]
+        if self._examples is not None and self._examples.signature not in seen:
+            known.insert(0, self._examples)
+        if not known:
+            raise InputError(
+                "warm_up: the inputs are not known before the first step; pass example_inputs={name: tensor, ...} to "
+                "Runtime, or call run() first"
+            )
+        return known
+
+    def _pick(self, phase: Phase, bound: BoundInputs) -> tuple[Entry, AnyProgram, int]:
+        """The entry for a step, the program that runs, and the number of tokens it runs at."""
+        num_tokens = bound.num_tokens
+        bucket, why = self.resolved.ladders[phase].choose(num_tokens, self.config.phase(phase).max_padding_waste)
+        if bucket is None:
+            self._recorder.within(Scope(phase=phase, in_step=True)).fallback(why or "above the ladder")
+        entry = self._entries.get((phase, bound.signature, bucket)) or self._build(phase, bound, bucket, in_step=True)
+        if entry.size is not None:
+            return entry, entry.program, entry.size
+        if num_tokens in entry.program.interval or entry.family is None:
+            return entry, entry.program, num_tokens
+        # A step without padding, at a size for which the entry's program does not hold.
+        with self._build_lock:
+            choice = entry.family.choose(
+                num_tokens, bound.sizes, self._recorder.within(Scope(phase=phase, in_step=True))
+            )
+        return entry, choice.program or EagerProgram(self.model, bound.signature.constants), choice.size
+
+    def _build(self, phase: Phase, bound: BoundInputs, bucket: int | None, *, in_step: bool) -> Entry:
+        """Makes the entry of a bucket: the only place where programs are traced and compiled."""
+        key = (phase, bound.signature, bucket)
+        with self._build_lock:
+            if key in self._entries:
+                return self._entries[key]
+            recorder = self._recorder.within(Scope(phase=phase, bucket=bucket, in_step=in_step))
+            started = time.perf_counter()
+            entry = self._make_entry(phase, bound, bucket, recorder)
+            entry.build_s = time.perf_counter() - started
+            self._entries[key] = entry
+            recorder.record("entry", seconds=entry.build_s, program=entry.program.kind, why=entry.why)
+        return entry
+
+    def _make_entry(self, phase: Phase, bound: BoundInputs, bucket: int | None, recorder: Recorder) -> Entry:
+        config = self.config.phase(phase)
+        eager = EagerProgram(self.model, bound.signature.constants)
+        entry = Entry(
+            phase=phase, bucket=bucket, family=None, program=eager, size=None, why="compiler eager", build_s=0
+        )
+        if config.compiler is Compiler.EAGER:
+            return entry
+        family = self._family(bound.signature, config.compiler, recorder)
+        if family is None:
+            entry.why = f"more than {MAX_SIGNATURES} sets of inputs: eager"
+            return entry
+        size = bucket if bucket is not None else bound.num_tokens
+        choice = family.choose(size, bound.sizes, recorder)
+        if choice.fallback is not None:
+            recorder.fallback(choice.fallback, size=size)
+        if choice.program is None:
+            entry.why = choice.fallback or entry.why
+            return entry
+        entry.family, entry.program, entry.size = family, choice.program, choice.size if bucket is not None else None
+        entry.why = choice.fallback or ("general" if bucket is not None else "no bucket fits: general, unpadded")
+        if bucket is not None and (config.specialize == "all" or bucket in config.specialize):
+            try:
+                entry.program = family.specialized(choice.size, choice.program, recorder)
+                entry.why = "specialize names the bucket"
+            except CompileError as error:
+                # The general program is right for this bucket too; the entry is not built again.
+                entry.why = f"specialising failed, general instead: {error}"
+                recorder.fallback("specialising failed: general", error=str(error))
+        return entry
+
+    def _family(self, signature: Signature, compiler: Compiler, recorder: Recorder) -> ProgramFamily | None:
+        family = self._families.get((signature, compiler))
+        if family is not None:
+            return family
+        others = [known for known, used in self._families if used is compiler]
+        if len(others) >= MAX_SIGNATURES:
+            recorder.fallback("too many different sets of inputs: eager", inputs=str(signature), first=str(others[0]))
+            return None
+        if others:
+            recorder.fallback(
+                "the set of inputs differs: traced another program", inputs=str(signature), first=str(others[0])
+            )
+        family = ProgramFamily(self.model, signature, self._contract, compiler, self._compiled, self._witness)
+        self._families[signature, compiler] = family
+        return family
+
+
+def _phase(phase: Phase | str) -> Phase:
+    try:
+        return Phase(phase)
+    except ValueError:
+        raise ConfigError(f"phase: expected one of {', '.join(Phase)}, got {phase!r}; pass one of the former") from None
+
+
+def _free_sizes(signature: Signature) -> dict[str, int]:
+    """A size for each dynamic dim of a signature, to trace with."""
+    return {size: 2 for *_, sizes in signature.tensors for size in sizes if isinstance(size, str)}
+
+
+def _pad_context(context: object, bound: BoundInputs, bucket: int) -> object:
+    """A copy of the context with its declared fields grown to the bucket; the context itself when there are none.
+
+    Raises:
+        InputError: a field's declared dim is not of the size that the inputs have under that name.
+    """
+    fields = padded_fields(context)
+    grown = {}
+    for name, padding in fields.items():
+        tensor = getattr(context, name)
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        for dim, dim_name in padding.dims.items():
+            size = bound.sizes.get(dim_name)
+            if dim >= tensor.dim() or (size is not None and tensor.shape[dim] != size):
+                raise InputError(
+                    f"context {type(context).__name__}.{name}: expected {size} rows on dim {dim} ({dim_name!r}), like "
+                    f"the inputs, got shape {list(tensor.shape)}; build the context for this step's inputs"
+                )
+        padded = pad_tensor(tensor, padding.dims, bucket, padding.value)
+        if padded is not tensor:
+            grown[name] = padded
+    if not grown:
+        return context
+    copied = copy.copy(context)
+    for name, tensor in grown.items():
+        object.__setattr__(copied, name, tensor)
+    return copied

@@ -1,0 +1,391 @@
+"""The paged attention op against dense float64 attention, its checks, and what opcheck says about it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.testing._internal.optests.generate_tests import OpCheckError
+
+from piecework.errors import ContextError, InputError, NotAvailableError
+from piecework.ops import attention
+from piecework.ops.attention import AttentionContext, AttentionSpec, choose_implementation, paged_attention
+from piecework.ops.context import use_context
+from piecework.ops.registry import split_op
+
+HEAD_SIZE = 8
+
+
+@dataclasses.dataclass
+class Step:
+    """The arguments of one call, and what it has to produce."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    context: AttentionContext
+    expected: torch.Tensor
+    """[num_tokens, num_heads, head_size], float64, padding not included."""
+    keys: list[torch.Tensor]
+    """Per request, all its keys: [seq_len, num_kv_heads, head_size]."""
+
+    def run(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        out = torch.full(self.q.shape, float("nan"), dtype=self.q.dtype) if out is None else out
+        with use_context(self.context):
+            paged_attention(self.q, self.k, self.v, self.k_cache, self.v_cache, out, HEAD_SIZE**-0.5)
+        return out
+
+
+def dense(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """One request: q [n, heads, d], keys and values [s, kv_heads, d], causal with the queries last; float64."""
+    n, s, group = len(q), len(keys), q.shape[1] // keys.shape[1]
+    result = torch.empty(q.shape, dtype=torch.float64)
+    for row in range(n):
+        for head in range(q.shape[1]):
+            seen = s - n + row + 1
+            scores = keys[:seen, head // group].double() @ q[row, head].double() * HEAD_SIZE**-0.5
+            result[row, head] = scores.softmax(0) @ values[:seen, head // group].double()
+    return result
+
+
+def make_step(
+    query_lens: Sequence[int],
+    prefix_lens: Sequence[int],
+    *,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    block_size: int = 4,
+    padding: int = 0,
+    dtype: torch.dtype = torch.float64,
+    stale: float = float("nan"),
+) -> Step:
+    """Requests whose prefix is in the cache already; q, k and v are views of one fused projection."""
+    generator = torch.Generator().manual_seed(0)
+    num_tokens = sum(query_lens)
+    width = num_heads + 2 * num_kv_heads
+    fused = torch.randn(num_tokens + padding, width, HEAD_SIZE, generator=generator, dtype=torch.float64).to(dtype)
+    fused[num_tokens:] = float("nan")
+    q, k, v = fused.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    seq_lens = [n + p for n, p in zip(query_lens, prefix_lens, strict=True)]
+    num_blocks = sum(-(-s // block_size) for s in seq_lens) + 2
+    order = torch.randperm(num_blocks, generator=generator).tolist()
+    shape = (num_blocks, block_size, num_kv_heads, HEAD_SIZE)
+    k_cache, v_cache = torch.full(shape, stale, dtype=dtype), torch.full(shape, stale, dtype=dtype)
+    tables, expected, all_keys, row = [], [], [], 0
+    for n, p in zip(query_lens, prefix_lens, strict=True):
+        blocks = [order.pop() for _ in range(-(-(n + p) // block_size))]
+        prefix = torch.randn(2, p, num_kv_heads, HEAD_SIZE, generator=generator, dtype=torch.float64).to(dtype)
+        for position in range(p):
+            block, offset = blocks[position // block_size], position % block_size
+            k_cache[block, offset], v_cache[block, offset] = prefix[0, position], prefix[1, position]
+        keys, values = (torch.cat((old, new[row : row + n])) for old, new in zip(prefix, (k, v), strict=True))
+        expected.append(dense(q[row : row + n], keys, values))
+        all_keys.append(keys)
+        tables.append(blocks)
+        row += n
+    context = AttentionContext.build(
+        query_lens=query_lens, seq_lens=seq_lens, block_tables=tables, block_size=block_size
+    )
+    slots = torch.nn.functional.pad(context.slot_mapping, (0, padding), value=-1)
+    context = dataclasses.replace(context, slot_mapping=slots)
+    expected_all = torch.cat(expected) if expected else torch.empty(0, num_heads, HEAD_SIZE, dtype=torch.float64)
+    return Step(q, k, v, k_cache, v_cache, context, expected_all, all_keys)
+
+
+BATCHES = {
+    "one prompt": ([7], [0]),
+    "one token": ([1], [0]),
+    "ragged prefill": ([5, 1, 9, 3], [0, 0, 0, 0]),
+    "prefill after a prefix": ([5, 2, 4], [3, 8, 0]),
+    "decode": ([1, 1, 1], [6, 0, 11]),
+    "prefill and decode mixed": ([1, 6, 1], [9, 2, 4]),
+    "a request without new tokens": ([3, 0, 2], [0, 5, 1]),
+}
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)], ids=lambda heads: f"heads{heads[0]}over{heads[1]}")
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_equals_dense_attention(batch: str, block_size: int, heads: tuple[int, int]) -> None:
+    query_lens, prefix_lens = BATCHES[batch]
+    step = make_step(query_lens, prefix_lens, num_heads=heads[0], num_kv_heads=heads[1], block_size=block_size)
+    assert not step.k.is_contiguous() or len(step.k) == 1
+    torch.testing.assert_close(step.run(), step.expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("batch", ["ragged prefill", "decode", "prefill and decode mixed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_accumulates_in_float32(batch: str, dtype: torch.dtype) -> None:
+    step = make_step(*BATCHES[batch], dtype=dtype)
+    out = step.run()
+    assert out.dtype == dtype
+    # The error of float32 sums, and then only the rounding of the result to its own dtype.
+    torch.testing.assert_close(out.double(), step.expected, rtol=torch.finfo(dtype).eps / 2, atol=2e-6)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_long_requests_are_scored_in_parts(batch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("piecework.ops.torch_native._SCORE_ROWS", 2)
+    monkeypatch.setattr("piecework.ops.torch_native._DECODE_TOKENS", 1)
+    step = make_step(*BATCHES[batch])
+    torch.testing.assert_close(step.run(), step.expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("batch", ["ragged prefill", "decode"])
+def test_padded_rows_become_zeros_and_write_nothing(batch: str) -> None:
+    step = make_step(*BATCHES[batch], padding=5)
+    before = step.k_cache.clone(), step.v_cache.clone()
+    out = step.run()
+    num_tokens = step.context.num_tokens
+    assert torch.equal(out[num_tokens:], torch.zeros_like(out[num_tokens:]))
+    torch.testing.assert_close(out[:num_tokens], step.expected, rtol=1e-10, atol=1e-12)
+    written = step.context.slot_mapping[:num_tokens]
+    for old, new in zip(before, (step.k_cache, step.v_cache), strict=True):
+        untouched = torch.ones(old.shape[0] * old.shape[1], dtype=torch.bool).index_fill(0, written, False)
+        assert torch.equal(old.flatten(0, 1)[untouched].isnan(), new.flatten(0, 1)[untouched].isnan())
+        kept = new.flatten(0, 1)[untouched]
+        assert torch.equal(old.flatten(0, 1)[untouched].nan_to_num(), kept.nan_to_num())
+        assert not new.flatten(0, 1)[written].isnan().any()
+
+
+def test_keys_land_in_the_requests_blocks() -> None:
+    step = make_step([5, 3], [3, 0], block_size=4)
+    step.run()
+    for request, keys in enumerate(step.keys):
+        stored = step.k_cache[step.context.block_table[request]].flatten(0, 1)[: len(keys)]
+        assert torch.equal(stored, keys)
+
+
+@pytest.mark.parametrize("skipped", [(0,), (2,), (0, 3), (0, 1, 2, 3)])
+def test_slot_minus_one_writes_nothing(skipped: tuple[int, ...]) -> None:
+    # Slot 0 belongs to the step too, so that a clamped -1 would show.
+    context = AttentionContext.build(query_lens=[4], seq_lens=[4], block_tables=[[0, 1]], block_size=2)
+    slots = context.slot_mapping.clone()
+    slots[list(skipped)] = -1
+    context = dataclasses.replace(context, slot_mapping=slots)
+    k, v = torch.randn(2, 4, 1, HEAD_SIZE)
+    k_cache, v_cache = torch.randn(2, 3, 2, 1, HEAD_SIZE)
+    expected = k_cache.clone(), v_cache.clone()
+    for token in set(range(4)) - set(skipped):
+        for new, cache in zip((k, v), expected, strict=True):
+            cache[token // 2, token % 2] = new[token]
+    q = torch.randn(4, 2, HEAD_SIZE)
+    with use_context(context):
+        paged_attention(q, k, v, k_cache, v_cache, torch.empty_like(q), 1.0)
+    assert torch.equal(k_cache, expected[0])
+    assert torch.equal(v_cache, expected[1])
+
+
+def test_a_cache_with_strides_of_its_own() -> None:
+    step = make_step([5, 1], [3, 6])
+    both = torch.stack((step.k_cache, step.v_cache), dim=1)
+    step.k_cache, step.v_cache = both[:, 0], both[:, 1]
+    assert not step.k_cache.is_contiguous()
+    torch.testing.assert_close(step.run(), step.expected, rtol=1e-10, atol=1e-12)
+
+
+def test_out_may_have_strides_of_its_own() -> None:
+    step = make_step([5, 1], [3, 6], padding=1)
+    out = torch.full((4, 7, HEAD_SIZE), float("nan"), dtype=torch.float64).transpose(0, 1)
+    torch.testing.assert_close(step.run(out)[:6], step.expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_batch_of_no_requests_is_all_padding() -> None:
+    out = make_step([], [], padding=3).run()
+    assert torch.equal(out, torch.zeros_like(out))
+
+
+@pytest.mark.parametrize("grad_mode", [torch.inference_mode, torch.no_grad])
+def test_caches_of_either_grad_mode(grad_mode: Callable[[], Any]) -> None:
+    with grad_mode():
+        step = make_step([3, 1], [0, 4])
+    with torch.inference_mode():
+        torch.testing.assert_close(step.run(), step.expected, rtol=1e-10, atol=1e-12)
+
+
+# ---- the context
+
+
+def test_build_gives_the_tensors_of_the_contract() -> None:
+    context = AttentionContext.build(query_lens=[3, 1], seq_lens=[5, 4], block_tables=[[7, 2, 9], [4]], block_size=4)
+    assert context.slot_mapping.tolist() == [7 * 4 + 2, 7 * 4 + 3, 2 * 4 + 0, 4 * 4 + 3]
+    assert context.query_start_loc.tolist() == [0, 3, 4]
+    assert context.seq_lens.tolist() == [5, 4]
+    assert context.block_table.tolist() == [[7, 2, 9], [4, 0, 0]]
+    assert context.slot_mapping.dtype == torch.int64
+    assert {context.query_start_loc.dtype, context.seq_lens.dtype, context.block_table.dtype} == {torch.int32}
+
+
+def test_host_copies_are_read_from_the_tensors_if_not_given() -> None:
+    built = AttentionContext.build(query_lens=[3, 1], seq_lens=[5, 4], block_tables=[[1, 2], [3]], block_size=4)
+    given = AttentionContext(
+        slot_mapping=built.slot_mapping,
+        query_start_loc=built.query_start_loc,
+        seq_lens=built.seq_lens,
+        block_table=built.block_table,
+    )
+    assert (given.query_lens_host, given.seq_lens_host) == ((3, 1), (5, 4))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query_lens": [4, 1]}, "request 0 has 4 new tokens, length 3"),
+        ({"query_lens": [-1, 1]}, "request 0 has -1 new tokens"),
+        ({"block_tables": [[0], []]}, "request 1 has 1 new tokens, length 1 and 0 blocks"),
+        ({"seq_lens": [3]}, "2, 1 and 2 elements"),
+    ],
+)
+def test_build_refuses_lengths_that_do_not_fit(change: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"query_lens": [3, 1], "seq_lens": [3, 1], "block_tables": [[0], [1]], "block_size": 4}
+    with pytest.raises(InputError, match=message):
+        AttentionContext.build(**arguments | change)
+
+
+def test_a_context_whose_fields_disagree_is_refused() -> None:
+    context = make_step([3, 1], [0, 4]).context
+    with pytest.raises(InputError, match="seq_lens has 1 requests"):
+        dataclasses.replace(context, seq_lens=context.seq_lens[:1])
+    with pytest.raises(InputError, match="query_lens_host has 1"):
+        dataclasses.replace(context, query_lens_host=(4,))
+
+
+def test_needs_a_context() -> None:
+    step = make_step([2], [0])
+    with pytest.raises(ContextError, match="AttentionContext and got no context"):
+        paged_attention(step.q, step.k, step.v, step.k_cache, step.v_cache, torch.empty_like(step.q), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: {"q": s.q[:, 0]}, r"expected q and out: .* got q \[3, 8\]"),
+        (lambda s: {"k": s.k[:2]}, r"expected k and v: \[3, num_kv_heads, 8\]; got k \[2, 2, 8\]"),
+        (lambda s: {"q": s.q[:, :3]}, "multiple of the key heads"),
+        (lambda s: {"k_cache": s.k_cache[..., :4]}, r"k_cache and v_cache: \[num_blocks, block_size, 2, 8\]"),
+        (lambda s: {"context": make_step([2], [0]).context}, "q has 3 tokens, but the context has 2"),
+        (
+            lambda s: {"context": dataclasses.replace(s.context, seq_lens_host=(9,))},
+            "a request has 9 tokens, but block_table and block_size 4 hold 4",
+        ),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(change: Callable[[Step], dict[str, Any]], message: str) -> None:
+    step = make_step([3], [0], stale=0.0)
+    step = dataclasses.replace(step, **change(step))
+    before = step.k_cache.clone()
+    with pytest.raises(InputError, match=message):
+        step.run()
+    assert torch.equal(step.k_cache, before)
+
+
+# ---- the choice of implementation
+
+
+def spec(**changes: Any) -> AttentionSpec:
+    plain = AttentionSpec(
+        device_type="cpu",
+        dtype=torch.float32,
+        cache_dtype=torch.float32,
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=8,
+        block_size=4,
+    )
+    return dataclasses.replace(plain, **changes)
+
+
+def test_the_choice_says_why_and_what_was_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_implementation(spec()).name == "torch_native"
+    calls: list[int] = []
+
+    def forward(*args: Any) -> None:
+        calls.append(args[0].shape[0])
+        attention._load_torch_native()(*args)
+
+    def load() -> Callable[..., None]:
+        return forward
+
+    def never() -> Callable[..., None]:
+        raise AssertionError("an implementation that was passed over must not be imported")
+
+    small = attention.AttentionImplementation(
+        name="small", why="fast", reject=lambda s: "head sizes below 8 only" if s.head_size >= 8 else None, load=never
+    )
+    counting = attention.AttentionImplementation(name="counting", why="counts", reject=lambda s: None, load=load)
+    monkeypatch.setattr(attention, "IMPLEMENTATIONS", (small, counting, *attention.IMPLEMENTATIONS))
+    choice = choose_implementation(spec())
+    assert choice == attention.Choice(
+        name="counting", reason="counts", passed_over=(("small", "head sizes below 8 only"),)
+    )
+    step = make_step([3, 2], [0, 0])
+    torch.testing.assert_close(step.run(), step.expected, rtol=1e-10, atol=1e-12)
+    assert calls == [5]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": torch.int8}, "torch_native: computes float64, .* not torch.int8"),
+        ({"cache_dtype": torch.float8_e4m3fn}, "torch_native: needs the cache in the dtype of q"),
+    ],
+)
+def test_no_implementation_lists_each_with_its_reason(change: dict[str, Any], reason: str) -> None:
+    with pytest.raises(NotAvailableError, match=reason):
+        choose_implementation(spec(**change))
+
+
+# ---- opcheck
+
+
+def test_opcheck() -> None:
+    step = make_step([3, 1], [2, 4], padding=2, stale=0.0)
+    arguments = (step.q.nan_to_num(), step.k.nan_to_num(), step.v.nan_to_num(), step.k_cache, step.v_cache)
+    with use_context(step.context):
+        torch.library.opcheck(paged_attention, (*arguments, torch.zeros_like(step.q), 0.5))
+
+
+def _functional(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float
+) -> torch.Tensor:
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    paged_attention(q, k, v, k_cache, v_cache, out, scale)
+    return out
+
+
+def _transposed_fake(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float
+) -> torch.Tensor:
+    return q.new_empty(q.shape[1], q.shape[0], q.shape[2]).transpose(0, 1)
+
+
+def _right_fake(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float
+) -> torch.Tensor:
+    return q.new_empty(q.shape)
+
+
+@pytest.mark.parametrize(
+    ("name", "mutates", "fake", "complaint"),
+    [
+        ("right", ("k_cache", "v_cache"), _right_fake, None),
+        ("wrong_strides", ("k_cache", "v_cache"), _transposed_fake, "[Ss]tride"),
+        ("hidden_write", ("k_cache",), _right_fake, "v_cache"),
+    ],
+)
+def test_opcheck_catches_wrong_strides_and_a_hidden_write(
+    name: str, mutates: tuple[str, ...], fake: Callable[..., torch.Tensor], complaint: str | None
+) -> None:
+    op = split_op(mutates_args=mutates, name=f"piecework_test_attention::{name}", fake=fake)(_functional)
+    step = make_step([3, 1], [2, 4], stale=0.0)
+    with use_context(step.context):
+        if complaint is None:
+            torch.library.opcheck(op, (step.q, step.k, step.v, step.k_cache, step.v_cache, 0.5))
+        else:
+            with pytest.raises(OpCheckError, match=complaint):
+                torch.library.opcheck(op, (step.q, step.k, step.v, step.k_cache, step.v_cache, 0.5))

@@ -1,0 +1,135 @@
+"""The configs: what they accept, how they normalise it, and the JSON form."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import dataclasses
+import inspect
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import piecework.phases
+from piecework.phases import Backend, BucketLadder, CaptureDevice, Compiler, GraphConfig, Phase, PhaseConfig, Startup
+
+
+@st.composite
+def phase_configs(draw: st.DrawFn, phase: Phase) -> PhaseConfig:
+    buckets = draw(st.none() | st.sets(st.integers(1, 9000), min_size=1, max_size=8).map(sorted))
+    maximum = draw(st.none() | (st.integers(1, 20_000) if buckets is None else st.just(buckets[-1])))
+    ladder = BucketLadder.default(phase, maximum) if buckets is None else BucketLadder(buckets)
+    return PhaseConfig(
+        backend=draw(st.sampled_from(list(Backend))),
+        compiler=draw(st.sampled_from(list(Compiler))),
+        buckets=buckets,
+        max_num_tokens=maximum,
+        specialize="all" if draw(st.booleans()) else sorted(draw(st.sets(st.sampled_from(list(ladder))))),
+        max_padding_waste=draw(st.none() | st.floats(0, 1)),
+    )
+
+
+graph_configs = st.builds(
+    GraphConfig,
+    prefill=phase_configs(Phase.PREFILL),
+    decode=phase_configs(Phase.DECODE),
+    startup=st.sampled_from(list(Startup)),
+    capture_device=st.sampled_from(list(CaptureDevice)),
+    cache_dir=st.none() | st.text(min_size=1),
+    enable_torch_compile=st.booleans(),
+    torch_compile_max_bs=st.integers(1, 512),
+    evaluate_guards=st.booleans(),
+)
+
+
+@given(graph_configs)
+def test_json_round_trip(config: GraphConfig) -> None:
+    assert GraphConfig.from_json(config.to_json()) == config
+    assert GraphConfig.from_json(config.as_dict()) == config
+    assert json.loads(config.to_json()) == config.as_dict()
+
+
+def test_what_json_does_not_name_keeps_its_default() -> None:
+    config = GraphConfig.from_json('{"decode": {"buckets": [1, 2]}}')
+    assert config == GraphConfig(decode=PhaseConfig(buckets=(1, 2)))
+    assert GraphConfig.from_json("{}") == GraphConfig()
+
+
+def test_plain_values_become_what_the_fields_declare() -> None:
+    phase = PhaseConfig(backend="full", compiler="inductor", buckets=[1, 2], specialize=[2], max_padding_waste=1)
+    assert phase.backend is Backend.FULL
+    assert phase.compiler is Compiler.INDUCTOR
+    assert phase.buckets == (1, 2)
+    assert phase.specialize == (2,)
+    assert isinstance(phase.max_padding_waste, float)
+    config = GraphConfig(startup="eager", capture_device="tape", cache_dir=Path("a") / "b", decode={"buckets": [4]})
+    assert config.startup is Startup.EAGER
+    assert config.capture_device is CaptureDevice.TAPE
+    assert config.cache_dir == str(Path("a") / "b")
+    assert config.phase("decode") is config.phase(Phase.DECODE) is config.decode
+    assert config.decode == PhaseConfig(buckets=(4,))
+
+
+@pytest.mark.parametrize("choices", [Phase, Backend, Compiler, Startup, CaptureDevice])
+def test_a_choice_is_its_word(choices: type[Backend]) -> None:
+    for member in choices:
+        assert str(member) == f"{member}" == member.value == member
+        assert hash(member) == hash(member.value)
+        assert json.loads(json.dumps(member)) == member.value
+
+
+def test_configs_are_values() -> None:
+    config = GraphConfig(decode=PhaseConfig(buckets=(1, 2)))
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
+    assert len({config, GraphConfig(decode=PhaseConfig(buckets=[1, 2]))}) == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.startup = Startup.EAGER  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        PhaseConfig("full")  # type: ignore[call-arg]
+
+
+def test_with_phase_changes_one_phase() -> None:
+    config = GraphConfig(prefill=PhaseConfig(buckets=(64,)))
+    changed = config.with_phase("prefill", compiler="inductor")
+    assert changed.prefill == PhaseConfig(buckets=(64,), compiler="inductor")
+    assert changed.decode == config.decode
+    assert config.prefill.compiler is Compiler.EAGER
+
+
+def test_ladder_of_a_phase() -> None:
+    assert PhaseConfig(buckets=(3, 9), max_num_tokens=9).ladder("prefill").buckets == (3, 9)
+    assert PhaseConfig(max_num_tokens=40).ladder("prefill").buckets == (16, 24, 32, 40)
+    assert PhaseConfig().ladder(Phase.DECODE) == BucketLadder.default("decode")
+
+
+@pytest.mark.parametrize("config", [PhaseConfig, GraphConfig])
+def test_declared_signature_names_every_field(config: type[PhaseConfig]) -> None:
+    """The signature that type checkers see is written by hand under TYPE_CHECKING; it must not fall behind."""
+    tree = ast.parse(inspect.getsource(config))
+    (init,) = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
+    assert [a.arg for a in init.args.kwonlyargs] == [f.name for f in dataclasses.fields(config)]
+
+
+@pytest.mark.parametrize("config", [PhaseConfig, GraphConfig])
+def test_every_field_is_documented(config: type[PhaseConfig]) -> None:
+    for field in dataclasses.fields(config):
+        assert len(field.metadata["doc"]) > 10
+
+
+def test_all_is_what_can_be_imported() -> None:
+    assert sorted(piecework.phases.__all__) == piecework.phases.__all__
+    modules = {"choices", "config", "flags", "ladder", "resolve"}
+    public = {name for name in vars(piecework.phases) if not name.startswith("_")}
+    assert public - modules == set(piecework.phases.__all__) - modules
+
+
+def test_phases_load_no_torch() -> None:
+    code = "import sys, piecework.phases; print({m.partition('.')[0] for m in sys.modules} & {'torch', 'numpy'})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "set()"
