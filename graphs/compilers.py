@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 
 from ..errors import CompileError
 from ..phases import Compiler
-from .trace import COMPILE_LOCK
+from .dynamo import COMPILE_LOCK
 
 CompiledCallable = Callable[..., Sequence[Any]]
 

@@ -1,4 +1,4 @@
-"""From a module to one FX graph: the Dynamo entry.
+"""From a module to one FX graph whose placeholders, sizes and outputs are known by name.
 
 The model is traced on samples that Piecework makes, never on the caller's tensors, and the traced graph is not
 executed: Dynamo calls the backend with the real parameters, so that every placeholder is bound by identity, and the
@@ -7,39 +7,32 @@ structure that the model returns is read off from stand-ins for the graph's outp
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import itertools
-import logging
-import threading
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 import sympy
 import torch
-import torch._dynamo.config
-import torch.fx.experimental._config
-from torch._dynamo.decorators import mark_unbacked
-from torch._dynamo.exc import TorchDynamoException
-from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode, ShapeEnv
 
 from ..errors import DynamicDimError, GuardError, TraceError
 from . import audit
 from .bindings import Bindings, FrozenTensor, InputBinding, ModelTensor, PlaceholderBinding, SizeBinding, TensorIndex
-from .inputs import BoundInputs, InputContract, Signature
+from .dynamo import (
+    COMPILE_LOCK,
+    DYNAMO_ERRORS,
+    Capture,
+    GuardCheck,
+    Mode,
+    dynamo_settings,
+    equal_dims,
+    example_value,
+    make_samples,
+    traceable_forward,
+    unchanged,
+)
+from .inputs import InputContract, Signature
 from .outputs import map_leaves
-
-COMPILE_LOCK = threading.RLock()
-"""Held around every trace and compile of the process: torch.compile is not re-entrant across threads."""
-
-Mode = Literal["unbacked", "backed"]
-
-_DYNAMO_ERRORS = (TorchDynamoException, GuardOnDataDependentSymNode, ConstraintViolationError)
-
-_STAND_IN_INT = 7_368_787_000
-"""First of the integers that stand for symbolic sizes among a traced model's outputs."""
 
 
 class OutputRef:
@@ -68,34 +61,16 @@ class Traced:
     """The model's output structure with `OutputRef`, `BindingRef` or constants as leaves."""
     symbols: Mapping[str, sympy.Symbol]
     """Dynamic dim name -> its symbol."""
-    mode: Mode
     interval: audit.Interval
     """The numbers of tokens for which the trace is valid."""
     frozen: tuple[str, ...]
     """Guards on Python state that the trace read once: a change of that state is not seen."""
-    guards: GuardCheck | None
-    """Under `evaluate_guards`: raises when a new trace would be needed."""
-    unbacked_failure: str | None
-    """Why the trace is backed, when it is."""
     shape_env: ShapeEnv
-
-
-class GuardCheck:
-    """The guards of a trace, kept by the debug mode `evaluate_guards`."""
-
-    def __init__(self, compiled: Callable[..., Any], contract: InputContract) -> None:
-        self._compiled = compiled
-        self._contract = contract
-
-    def check(self, bound: BoundInputs, mode: Mode) -> None:
-        """Evaluates Dynamo's guards for a call like `bound`; nothing of the model runs.
-
-        Raises:
-            torch._dynamo.exc.RecompileError: a guard does not hold.
-        """
-        samples = _samples(bound.signature, self._contract, bound.sizes, mode)
-        with COMPILE_LOCK, torch.inference_mode(), _dynamo_settings(error_on_recompile=True):
-            self._compiled(*samples)
+    mode: Mode = "unbacked"
+    unbacked_failure: str | None = None
+    """Why the trace is backed, when it is."""
+    guards: GuardCheck | None = None
+    """Under `evaluate_guards`: raises when a new trace would be needed."""
 
 
 def trace(
@@ -118,16 +93,17 @@ def trace(
     """
     with COMPILE_LOCK, torch.inference_mode():
         try:
-            return _attempt(model, signature, contract, sizes, "unbacked", evaluate_guards, failure=None)
-        except (TraceError, *_DYNAMO_ERRORS) as error:
+            return _attempt(model, signature, contract, sizes, "unbacked", evaluate_guards)
+        except (TraceError, *DYNAMO_ERRORS) as error:
             unbacked_failure = error
         safe = {name: max(size, 2) for name, size in sizes.items()}
         reason = _first_line(unbacked_failure)
         try:
-            return _attempt(model, signature, contract, safe, "backed", evaluate_guards, failure=reason)
+            traced = _attempt(model, signature, contract, safe, "backed", evaluate_guards)
+            return dataclasses.replace(traced, unbacked_failure=reason)
         except TraceError:
             raise
-        except _DYNAMO_ERRORS as error:
+        except DYNAMO_ERRORS as error:
             raise _explain(error, signature, reason) from error
 
 
@@ -138,18 +114,16 @@ def _attempt(
     sizes: Mapping[str, int],
     mode: Mode,
     evaluate_guards: bool,
-    *,
-    failure: str | None,
 ) -> Traced:
     if torch._dynamo.config.disable:
         raise TraceError(
             "trace: Dynamo is switched off (TORCHDYNAMO_DISABLE or torch._dynamo.config.disable), so there is no "
             "graph; switch it on, or use compiler='eager'"
         )
-    samples = _samples(signature, contract, sizes, mode)
+    samples = make_samples(signature, contract, sizes, mode)
     names = [name for name, *_ in signature.tensors]
-    capture = _Capture(evaluate_guards)
-    forward = _forward_of(model, names, dict(signature.constants), _equal_dims(names, contract))
+    capture = Capture(evaluate_guards)
+    forward = traceable_forward(model, names, dict(signature.constants), equal_dims(names, contract))
     compiled = torch.compile(
         forward,
         backend=capture.backend,
@@ -157,15 +131,30 @@ def _attempt(
         dynamic=None,
         options={"guard_filter_fn": capture.filter_guards},
     )
-    with _dynamo_settings(), _unchanged(model):
-        returned = compiled(*samples)
+    try:
+        with dynamo_settings(), unchanged(model):
+            returned = compiled(*samples)
+        traced = _read(capture, returned, TensorIndex(model, dict(zip(names, samples, strict=True))), contract, sizes)
+        guards = GuardCheck(compiled, contract) if evaluate_guards else None
+        return dataclasses.replace(traced, mode=mode, guards=guards)
+    finally:
+        capture.release()
+
+
+def _read(
+    capture: Capture,
+    returned: Any,
+    index: TensorIndex,
+    contract: InputContract,
+    sizes: Mapping[str, int],
+) -> Traced:
+    """Binds what Dynamo captured: placeholders, symbols, interval, outputs."""
     if capture.graph_module is None or capture.shape_env is None:
         raise TraceError(
             "trace: Dynamo ran the model without tracing it (a compile inside a dispatch mode, or a disabled frame); "
             "trace outside of such a mode, or use compiler='eager'"
         )
-    index = TensorIndex(model, dict(zip(names, samples, strict=True)))
-    symbols = _symbols(capture, index, signature, contract)
+    symbols = _symbols(capture, index, contract)
     bindings = Bindings(tuple(_bind(p, v, index, symbols) for p, v in capture.placeholders()))
     _rename_placeholders(capture.graph_module, bindings)
     interval = audit.valid_interval(capture.graph_module, capture.shape_env, symbols, sizes)
@@ -174,180 +163,29 @@ def _attempt(
         bindings=bindings,
         output=_output_structure(returned, capture, index),
         symbols={name: min(group, key=str) for name, group in symbols.items()},
-        mode=mode,
         interval=interval,
         frozen=audit.frozen_state(capture.guards, bindings),
-        guards=GuardCheck(compiled, contract) if evaluate_guards else None,
-        unbacked_failure=failure,
         shape_env=capture.shape_env,
     )
 
 
-class _Capture:
-    """The backend that Dynamo calls: keeps the graph, and stands in for its results."""
-
-    def __init__(self, keep_guards: bool) -> None:
-        self.keep_guards = keep_guards
-        self.graph_module: torch.fx.GraphModule | None = None
-        self.shape_env: ShapeEnv | None = None
-        self.arguments: tuple[Any, ...] = ()
-        self.stand_ins: tuple[Any, ...] = ()
-        self.guards: list[Any] = []
-
-    def backend(self, graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        fake_mode = TracingContext.get().fake_mode
-        self.graph_module = graph_module
-        self.shape_env = fake_mode.shape_env if fake_mode is not None else None
-        (outputs,) = graph_module.graph.output_node().args
-        assert isinstance(outputs, (tuple, list))
-        self.stand_ins = tuple(
-            torch.empty(0) if isinstance(_example(node), torch.Tensor) else _STAND_IN_INT + i
-            for i, node in enumerate(outputs)
-        )
-
-        def run(*arguments: Any) -> tuple[Any, ...]:
-            # The real parameters and buffers: what identifies each placeholder.
-            self.arguments = arguments
-            return self.stand_ins
-
-        return run
-
-    def filter_guards(self, entries: Sequence[Any]) -> list[bool]:
-        self.guards = list(entries)
-        return [self.keep_guards] * len(entries)
-
-    def placeholders(self) -> Iterator[tuple[torch.fx.Node, Any]]:
-        assert self.graph_module is not None
-        return zip(self.graph_module.graph.find_nodes(op="placeholder"), self.arguments, strict=True)
-
-
-def _example(node: Any) -> Any:
-    return node.meta.get("example_value") if isinstance(node, torch.fx.Node) else node
-
-
-def _forward_of(
-    model: torch.nn.Module,
-    piecework_names: Sequence[str],
-    piecework_constants: Mapping[str, Any],
-    piecework_equal: Sequence[tuple[int, int, int, int]],
-) -> Callable[..., Any]:
-    def forward(*piecework_inputs: torch.Tensor) -> Any:
-        for left, left_dim, right, right_dim in piecework_equal:
-            torch._check(piecework_inputs[left].size(left_dim) == piecework_inputs[right].size(right_dim))
-        return model(**dict(zip(piecework_names, piecework_inputs)), **piecework_constants)  # noqa: B905
-
-    # Dynamo keeps its cache and its recompile limit on the code object: each trace gets its own.
-    code = forward.__code__.replace(co_name=f"piecework_forward_{next(_FORWARD_IDS)}")
-    return types.FunctionType(code, globals(), code.co_name, None, forward.__closure__)
-
-
-_FORWARD_IDS = itertools.count()
-
-
-def _equal_dims(names: Sequence[str], contract: InputContract) -> list[tuple[int, int, int, int]]:
-    """Pairs of dims with one name, as (input, dim, input, dim): their equality is part of the contract."""
-    first: dict[str, tuple[int, int]] = {}
-    pairs = []
-    for i, name in enumerate(names):
-        for dim, dim_name in contract.dynamic_dims.get(name, {}).items():
-            if dim_name in first:
-                pairs.append((*first[dim_name], i, dim))
-            else:
-                first[dim_name] = (i, dim)
-    return pairs
-
-
-def _samples(signature: Signature, contract: InputContract, sizes: Mapping[str, int], mode: Mode) -> list[torch.Tensor]:
-    samples = []
-    for name, dtype, device, shape in signature.tensors:
-        concrete = [sizes[size] if isinstance(size, str) else size for size in shape]
-        sample = torch.zeros(concrete, dtype=dtype, device=device)
-        for dim in contract.dynamic_dims.get(name, {}):
-            if mode == "unbacked":
-                mark_unbacked(sample, dim)
-            else:
-                torch._dynamo.mark_dynamic(sample, dim)
-        samples.append(sample)
-    return samples
-
-
-@contextlib.contextmanager
-def _dynamo_settings(**extra: Any) -> Iterator[None]:
-    """Set where the trace runs, since Dynamo's config is thread-local from torch 2.12 on."""
-    with (
-        torch._dynamo.config.patch(
-            automatic_dynamic_shapes=False, suppress_errors=False, assume_static_by_default=True, **extra
-        ),
-        torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
-        _quiet("torch._guards"),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    """A failed attempt is no error yet, and the final one is raised with the same text: torch need not log it."""
-    torch_logger = logging.getLogger(name)
-    level = torch_logger.level
-    torch_logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        torch_logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def _unchanged(model: torch.nn.Module) -> Iterator[None]:
-    """Refuses a forward that sets attributes: a compiled program would not, and a stand-in would be left behind."""
-    before = {name: (module, _attributes(module)) for name, module in model.named_modules()}
-    yield
-    changed = []
-    for name, (module, attributes) in before.items():
-        for (table, key), value in _attributes(module).items():
-            if attributes.get((table, key), _MISSING) is not value:
-                changed.append(f"{name}.{key}" if name else key)
-                target = module.__dict__ if table is None else module.__dict__[table]
-                if (table, key) in attributes:
-                    target[key] = attributes[table, key]
-                else:
-                    del target[key]
-    if changed:
-        raise TraceError(
-            f"trace: the model's forward sets {', '.join(changed)}; a compiled program would not do that on each step. "
-            f"Return the value, or write into a buffer in place (buffer.copy_(...))"
-        )
-
-
-_MISSING = object()
-
-
-def _attributes(module: torch.nn.Module) -> dict[tuple[str | None, str], Any]:
-    own: dict[tuple[str | None, str], Any] = {(None, key): value for key, value in module.__dict__.items()}
-    for table in ("_parameters", "_buffers", "_modules"):
-        own.update({(table, key): value for key, value in module.__dict__[table].items()})
-    return own
-
-
-def _symbols(
-    capture: _Capture, index: TensorIndex, signature: Signature, contract: InputContract
-) -> dict[str, set[sympy.Symbol]]:
+def _symbols(capture: Capture, index: TensorIndex, contract: InputContract) -> dict[str, set[sympy.Symbol]]:
     """Dim name -> the symbols it has in the graph.
 
     Raises:
         DynamicDimError: a declared dim is a constant in the graph.
     """
     symbols: dict[str, set[sympy.Symbol]] = {}
-    shapes = {name: sizes for name, _, _, sizes in signature.tensors}
     for node, value in capture.placeholders():
         binding = index.find(value)
         if not isinstance(binding, InputBinding):
             continue
         for dim, dim_name in contract.dynamic_dims.get(binding.name, {}).items():
-            size = _example(node).shape[dim]
+            size = example_value(node).shape[dim]
             expr = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
             if not isinstance(expr, sympy.Symbol):
                 raise DynamicDimError(
-                    f"trace: dim {dim} ({dim_name!r}) of input {binding.name!r} ({list(shapes[binding.name])}) was "
+                    f"trace: dim {dim} ({dim_name!r}) of input {binding.name!r} was "
                     f"declared dynamic, but the model holds only for {expr}; look for an operation that ties it to a "
                     f"constant (a fixed-size buffer, an int() of a shape), or take it out of dynamic_dims"
                 )
@@ -360,7 +198,7 @@ def _bind(
 ) -> PlaceholderBinding:
     if isinstance(value, torch.Tensor):
         return index.find(value)
-    example = _example(node)
+    example = example_value(node)
     if isinstance(example, torch.SymInt):
         for name, group in symbols.items():
             if example.node.expr in group:
@@ -386,7 +224,7 @@ def _rename_placeholders(graph_module: torch.fx.GraphModule, bindings: Bindings)
     graph_module.recompile()
 
 
-def _output_structure(returned: Any, capture: _Capture, index: TensorIndex) -> Any:
+def _output_structure(returned: Any, capture: Capture, index: TensorIndex) -> Any:
     tensors = {id(t): i for i, t in enumerate(capture.stand_ins) if isinstance(t, torch.Tensor)}
     integers = {v: i for i, v in enumerate(capture.stand_ins) if isinstance(v, int)}
 
@@ -426,14 +264,3 @@ def _explain(error: BaseException, signature: Signature, unbacked_reason: str) -
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
-
-
-__all__ = [
-    "COMPILE_LOCK",
-    "BindingRef",
-    "GuardCheck",
-    "ModelTensor",
-    "OutputRef",
-    "Traced",
-    "trace",
-]

@@ -13,7 +13,7 @@ from types import TracebackType
 import torch
 
 from ...errors import ConfigError, InputError, RuntimeClosedError
-from ...phases import GraphConfig, Phase, Startup, resolve
+from ...phases import GraphConfig, Phase, resolve
 from ..runtime import Runtime
 from .batch import FinishReason, Request, step_inputs
 from .config import DTYPES, ModelConfig
@@ -92,9 +92,7 @@ class Engine:
             self.model.model,
             config,
             dynamic_dims={"input_ids": {0: "tokens"}, "positions": {0: "tokens"}},
-            example_inputs={"input_ids": example, "positions": example.clone()}
-            if config.startup is Startup.EAGER
-            else None,
+            example_inputs={"input_ids": example, "positions": example.clone()},
         )
 
     def generate(
@@ -224,8 +222,10 @@ def _device(device: torch.device | str | None) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         found = torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError(f"device: expected cpu, cuda or cuda:N, got {device!r} ({error}); use one of these") from None
+    except RuntimeError:
+        found = None
+    if found is None or found.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device: expected cpu, cuda or cuda:N, got {str(device)!r}; use one of these")
     if found.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (found.index or 0) >= count:

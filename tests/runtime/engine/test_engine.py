@@ -53,10 +53,10 @@ def assert_equal_to_reference(directory: Path, generations: Sequence[Generation]
     assert len({token for generation in generations for token in generation.token_ids}) > NEW_TOKENS
 
 
-def config(compiler: str = "eager", **shared: Any) -> GraphConfig:
+def config(compiler: str = "eager", *, specialize: Any = (), **shared: Any) -> GraphConfig:
     return GraphConfig(
-        prefill=PhaseConfig(compiler=compiler, buckets=(16, 64)),
-        decode=PhaseConfig(compiler=compiler, buckets=(1, 2, 4)),
+        prefill=PhaseConfig(compiler=compiler, buckets=(16, 64), specialize=specialize),
+        decode=PhaseConfig(compiler=compiler, buckets=(1, 2, 4), specialize=specialize),
         **shared,
     )
 
@@ -97,8 +97,22 @@ def test_tokens_equal_transformers_for_each_kind_of_checkpoint(
 
 @pytest.mark.parametrize("startup", ["lazy", "eager"])
 def test_tokens_equal_transformers_for_each_startup_policy(checkpoint: Path, startup: str) -> None:
-    with Engine(checkpoint, config("aot_eager", startup=startup), device="cpu") as engine:
+    each = config("aot_eager", startup=startup, specialize="all")
+    with Engine(checkpoint, each, device="cpu") as engine:
+        ready = engine.runtime.counters.as_dict()
         assert_equal_to_reference(checkpoint, engine.generate(PROMPTS, max_new_tokens=NEW_TOKENS))
+        after = engine.runtime.counters.as_dict()
+    assert (ready["traces"], after["traces"]) == (int(startup == "eager"), 1)
+    if startup == "eager":
+        assert after["compiles_specialized"] == ready["compiles_specialized"] > 0
+    else:
+        assert after["compiles_specialized"] > ready["compiles_specialized"] == 0
+
+
+def test_no_guard_of_the_trace_is_ever_broken(checkpoint: Path) -> None:
+    with Engine(checkpoint, config("aot_eager", evaluate_guards=True), device="cpu") as engine:
+        [generation] = engine.generate(PROMPTS[:1], max_new_tokens=4)
+    assert generation.token_ids == reference(checkpoint, generation.prompt_token_ids)[:4]
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 256])
@@ -277,6 +291,7 @@ def test_bad_requests_are_refused_before_anything_runs(
         ({"dtype": "int8"}, "dtype: expected auto or one of float32, .*, got 'int8'"),
         ({"dtype": torch.int8}, "dtype: expected auto or one of"),
         ({"device": "abacus"}, "device: expected cpu, cuda or cuda:N, got 'abacus'"),
+        ({"device": torch.device("meta")}, "device: expected cpu, cuda or cuda:N, got 'meta'"),
         ({"device": "cuda:99"}, "device: expected one of .* CUDA devices, got cuda:99"),
         ({"block_size": 0}, "block_size: expected a positive integer, got 0"),
         ({"num_blocks": -1}, "num_blocks: expected a positive integer, got -1"),

@@ -1,0 +1,206 @@
+"""The Dynamo entry: the settings, the samples, and the backend that keeps the graph and runs nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch._dynamo.config
+import torch.fx.experimental._config
+from torch._dynamo.decorators import mark_unbacked
+from torch._dynamo.exc import TorchDynamoException
+from torch._guards import TracingContext
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode, ShapeEnv
+
+from ..errors import TraceError
+from .inputs import BoundInputs, InputContract, Signature
+
+COMPILE_LOCK = threading.RLock()
+"""Held around every trace and compile of the process: torch.compile is not re-entrant across threads."""
+
+Mode = Literal["unbacked", "backed"]
+
+DYNAMO_ERRORS = (TorchDynamoException, GuardOnDataDependentSymNode, ConstraintViolationError)
+
+_STAND_IN_INT = 7_368_787_000
+"""First of the integers that stand for symbolic sizes among a traced model's outputs."""
+
+
+class Capture:
+    """The backend that Dynamo calls: keeps the graph, and stands in for its results."""
+
+    def __init__(self, keep_guards: bool) -> None:
+        self.keep_guards = keep_guards
+        self.graph_module: torch.fx.GraphModule | None = None
+        self.shape_env: ShapeEnv | None = None
+        self.arguments: tuple[Any, ...] = ()
+        self.stand_ins: tuple[Any, ...] = ()
+        self.guards: list[Any] = []
+        self.released = False
+
+    def backend(self, graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        fake_mode = TracingContext.get().fake_mode
+        self.graph_module = graph_module
+        self.shape_env = fake_mode.shape_env if fake_mode is not None else None
+        (outputs,) = graph_module.graph.output_node().args
+        assert isinstance(outputs, (tuple, list))
+        self.stand_ins = tuple(
+            torch.empty(0) if isinstance(example_value(node), torch.Tensor) else _STAND_IN_INT + i
+            for i, node in enumerate(outputs)
+        )
+
+        def run(*arguments: Any) -> tuple[Any, ...]:
+            # The real parameters and buffers: what identifies each placeholder.
+            if not self.released:
+                self.arguments = arguments
+            return self.stand_ins
+
+        return run
+
+    def release(self) -> None:
+        """Lets go of the model: Dynamo keeps every backend it has seen for the life of the process."""
+        self.released = True
+        self.graph_module = self.shape_env = None
+        self.arguments = ()
+        self.guards = []
+
+    def filter_guards(self, entries: Sequence[Any]) -> list[bool]:
+        if not self.released:
+            self.guards = list(entries)
+        return [self.keep_guards] * len(entries)
+
+    def placeholders(self) -> Iterator[tuple[torch.fx.Node, Any]]:
+        assert self.graph_module is not None
+        return zip(self.graph_module.graph.find_nodes(op="placeholder"), self.arguments, strict=True)
+
+
+def example_value(node: Any) -> Any:
+    return node.meta.get("example_value") if isinstance(node, torch.fx.Node) else node
+
+
+class GuardCheck:
+    """The guards of a trace, kept by the debug mode `evaluate_guards`."""
+
+    def __init__(self, compiled: Callable[..., Any], contract: InputContract) -> None:
+        self._compiled = compiled
+        self._contract = contract
+
+    def check(self, bound: BoundInputs, mode: Mode) -> None:
+        """Evaluates Dynamo's guards for a call like `bound`; nothing of the model runs.
+
+        Raises:
+            torch._dynamo.exc.RecompileError: a guard does not hold.
+        """
+        with COMPILE_LOCK, torch.inference_mode(), dynamo_settings(error_on_recompile=True):
+            self._compiled(*make_samples(bound.signature, self._contract, bound.sizes, mode))
+
+
+def traceable_forward(
+    model: torch.nn.Module,
+    piecework_names: Sequence[str],
+    piecework_constants: Mapping[str, Any],
+    piecework_equal: Sequence[tuple[int, int, int, int]],
+) -> Callable[..., Any]:
+    def forward(*piecework_inputs: torch.Tensor) -> Any:
+        for left, left_dim, right, right_dim in piecework_equal:
+            torch._check(piecework_inputs[left].size(left_dim) == piecework_inputs[right].size(right_dim))
+        return model(**dict(zip(piecework_names, piecework_inputs)), **piecework_constants)  # noqa: B905
+
+    # Dynamo keeps its cache and its recompile limit on the code object: each trace gets its own.
+    code = forward.__code__.replace(co_name=f"piecework_forward_{next(_FORWARD_IDS)}")
+    return types.FunctionType(code, globals(), code.co_name, None, forward.__closure__)
+
+
+_FORWARD_IDS = itertools.count()
+
+
+def equal_dims(names: Sequence[str], contract: InputContract) -> list[tuple[int, int, int, int]]:
+    """Pairs of dims with one name, as (input, dim, input, dim): their equality is part of the contract."""
+    first: dict[str, tuple[int, int]] = {}
+    pairs = []
+    for i, name in enumerate(names):
+        for dim, dim_name in contract.dynamic_dims.get(name, {}).items():
+            if dim_name in first:
+                pairs.append((*first[dim_name], i, dim))
+            else:
+                first[dim_name] = (i, dim)
+    return pairs
+
+
+def make_samples(
+    signature: Signature, contract: InputContract, sizes: Mapping[str, int], mode: Mode
+) -> list[torch.Tensor]:
+    samples = []
+    for name, dtype, device, shape in signature.tensors:
+        concrete = [sizes[size] if isinstance(size, str) else size for size in shape]
+        sample = torch.zeros(concrete, dtype=dtype, device=device)
+        for dim in contract.dynamic_dims.get(name, {}):
+            if mode == "unbacked":
+                mark_unbacked(sample, dim)
+            else:
+                torch._dynamo.mark_dynamic(sample, dim)
+        samples.append(sample)
+    return samples
+
+
+@contextlib.contextmanager
+def dynamo_settings(**extra: Any) -> Iterator[None]:
+    """Set where the trace runs, since Dynamo's config is thread-local from torch 2.12 on."""
+    with (
+        torch._dynamo.config.patch(
+            automatic_dynamic_shapes=False, suppress_errors=False, assume_static_by_default=True, **extra
+        ),
+        torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+        _quiet("torch._guards"),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """A failed attempt is no error yet, and the final one is raised with the same text: torch need not log it."""
+    torch_logger = logging.getLogger(name)
+    level = torch_logger.level
+    torch_logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        torch_logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def unchanged(model: torch.nn.Module) -> Iterator[None]:
+    """Refuses a forward that sets attributes: a compiled program would not, and a stand-in would be left behind."""
+    before = {name: (module, _attributes(module)) for name, module in model.named_modules()}
+    yield
+    changed = []
+    for name, (module, attributes) in before.items():
+        for (table, key), value in _attributes(module).items():
+            if attributes.get((table, key), _MISSING) is not value:
+                changed.append(f"{name}.{key}" if name else key)
+                target = module.__dict__ if table is None else module.__dict__[table]
+                if (table, key) in attributes:
+                    target[key] = attributes[table, key]
+                else:
+                    del target[key]
+    if changed:
+        raise TraceError(
+            f"trace: the model's forward sets {', '.join(changed)}; a compiled program would not do that on each step. "
+            f"Return the value, or write into a buffer in place (buffer.copy_(...))"
+        )
+
+
+_MISSING = object()
+
+
+def _attributes(module: torch.nn.Module) -> dict[tuple[str | None, str], Any]:
+    own: dict[tuple[str | None, str], Any] = {(None, key): value for key, value in module.__dict__.items()}
+    for table in ("_parameters", "_buffers", "_modules"):
+        own.update({(table, key): value for key, value in module.__dict__[table].items()})
+    return own
