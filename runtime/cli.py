@@ -149,9 +149,9 @@ def _ops(arguments: argparse.Namespace) -> int:
     from ..ops.registry import split_ops
 
     ops = split_ops()
+    traced = any(op.num_matched is not None for op in ops)
     never_matched = [op.name for op in ops if op.num_matched == 0]
     if arguments.json:
-        traced = arguments.model is not None
         listed = [dataclasses.asdict(op) for op in ops]
         print_json({"traced": traced, "split_ops": listed, "never_matched": never_matched if traced else None})
         return 0
@@ -175,15 +175,13 @@ def _tracing_config(config: GraphConfig) -> GraphConfig:
 
 def _describe(op: SplitOp) -> str:
     matched = "not traced" if op.num_matched is None else f"{op.num_matched} graph nodes"
-    return columns(
-        [
-            (f"{op.name}.{op.overload}", ""),
-            ("  schema", op.schema),
-            ("  mutates", ", ".join(op.mutates_args) or "nothing"),
-            ("  defined", op.location),
-            ("  matched", matched),
-        ]
-    )
+    facts = [
+        ("  schema", op.schema),
+        ("  mutates", ", ".join(op.mutates_args) or "nothing"),
+        ("  defined", op.location),
+        ("  matched", matched),
+    ]
+    return f"{op.name}.{op.overload}\n{columns(facts)}"
 
 
 def _explain(arguments: argparse.Namespace) -> int:

@@ -67,15 +67,17 @@ def test_each_fallback_counts_and_the_first_of_a_reason_is_logged(caplog):
     assert len(recorder.events) == 1
 
 
-@pytest.fixture
-def stderr(monkeypatch):
+def stderr_of(monkeypatch, show_after_s=0.01, terminal=False):
+    """Called in the test's body: pytest puts its own stderr back after the fixtures."""
     stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: terminal, raising=False)
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(progress, "SHOW_AFTER_S", 0.01)
+    monkeypatch.setattr(progress, "SHOW_AFTER_S", show_after_s)
     return stream
 
 
-def test_slow_work_without_a_terminal_is_two_plain_lines(stderr):
+def test_slow_work_without_a_terminal_is_two_plain_lines(monkeypatch):
+    stderr = stderr_of(monkeypatch)
     with Progress("compiling", total=3) as advance:
         _wait_for(lambda: stderr.getvalue())
         advance()
@@ -85,22 +87,23 @@ def test_slow_work_without_a_terminal_is_two_plain_lines(stderr):
     assert len(lines) == 2
 
 
-def test_fast_work_shows_nothing(stderr, monkeypatch):
-    monkeypatch.setattr(progress, "SHOW_AFTER_S", 60.0)
+def test_fast_work_shows_nothing(monkeypatch):
+    stderr = stderr_of(monkeypatch, show_after_s=60.0)
     with Progress("compiling") as advance:
         advance()
     assert stderr.getvalue() == ""
 
 
-def test_slow_work_that_fails_still_ends_its_display(stderr):
+def test_slow_work_that_fails_still_ends_its_display(monkeypatch):
+    stderr = stderr_of(monkeypatch)
     with pytest.raises(ValueError, match="broken"), Progress("compiling"):
         _wait_for(lambda: stderr.getvalue())
         raise ValueError("broken")
     assert stderr.getvalue().count("\n") == 2
 
 
-def test_slow_work_on_a_terminal_is_a_bar_with_its_parts(stderr, monkeypatch):
-    monkeypatch.setattr(stderr, "isatty", lambda: True, raising=False)
+def test_slow_work_on_a_terminal_is_a_bar_with_its_parts(monkeypatch):
+    stderr = stderr_of(monkeypatch, terminal=True)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.delenv("NO_COLOR", raising=False)

@@ -1,0 +1,83 @@
+"""`make demo`: text from a checkpoint through the lazy runtime, then what eager and lazy startup cost."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import cli
+from .console import exit_code
+
+PROMPTS = ("The river", "Early in the morning", "A good tool is one that")
+BUCKETS = ("--cuda-graph-bs-prefill", "16", "64", "--cuda-graph-bs-decode", "1", "4")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the demo and returns its exit code; not 0 after any failure."""
+    parser = argparse.ArgumentParser(prog="piecework.runtime.demo", description="Shows Piecework at work.")
+    parser.add_argument(
+        "--compiler", choices=("inductor", "aot_eager"), help="what compiles a piece (default: inductor where it works)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the numbers of the comparison to FILE")
+    arguments = parser.parse_args(argv)
+    return exit_code(lambda: _demo(arguments.compiler, arguments.json))
+
+
+def _demo(compiler: str | None, json_file: str | None) -> int:
+    missing = _missing_for_inductor() if compiler is None else None
+    if missing is not None:
+        _say(f"Inductor cannot build here: {missing}. Using aot_eager, which generates no code.\n")
+    compile_flags = ("--cuda-graph-tc-compiler", compiler or ("aot_eager" if missing else "inductor"), *BUCKETS)
+    with tempfile.TemporaryDirectory(prefix="piecework-demo-") as folder:
+        # Inductor's files go away with the rest.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(folder) / "inductor"))
+        _say("Making a Llama checkpoint with transformers. Its weights are random, and so is what it writes.\n")
+        model = _make_model(Path(folder))
+        prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+        code = _command("generate", "--model", model, *prompts, *compile_flags, "--explain")
+        if code != 0:
+            return code
+        _say("")
+        json_flags = ("--json", json_file) if json_file is not None else ()
+        return _command("bench", "startup", "--model", model, *compile_flags, *_specialize(), *json_flags)
+
+
+def _make_model(folder: Path) -> str:
+    from .engine.toy_checkpoint import make_checkpoint
+
+    return str(make_checkpoint(folder / "toy-llama", num_layers=3))
+
+
+def _specialize() -> tuple[str, ...]:
+    return ("--cuda-graph-specialize-prefill", "all", "--cuda-graph-specialize-decode", "all")
+
+
+def _command(*words: str) -> int:
+    """Shows a command as it would be typed, and runs it."""
+    _say(f"$ piecework {shlex.join(words)}\n")
+    return cli.main(words)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _missing_for_inductor() -> str | None:
+    """What Inductor needs to build code for a CPU and this machine lacks."""
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(compiler) is None:
+        return f"there is no C++ compiler ({compiler}); on Debian or Ubuntu: apt install g++"
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        return "Python.h is missing; on Debian or Ubuntu: apt install python3-dev"
+    return None
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,66 @@
+"""The README's example runs and says what is true; its flags table is the one that the config makes."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from piecework.phases import flag_table
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+def section(name: str) -> str:
+    found = re.search(rf"<!-- {name}: begin.*?-->\n(.*?)<!-- {name}: end -->", README, flags=re.DOTALL)
+    assert found is not None
+    return found.group(1)
+
+
+def test_the_flags_table_is_the_generated_one():
+    assert section("flags").strip() == flag_table().strip()
+
+
+def test_the_example_is_fifteen_lines():
+    lines = [line for line in BLOCKS[0].splitlines() if line.strip()]
+    assert len(lines) <= 15
+
+
+@pytest.fixture
+def example(tmp_path, monkeypatch):
+    """The example as a module that was imported: Dynamo and a split op's location want a real file."""
+    path = tmp_path / "readme_example.py"
+    path.write_text("\n".join(BLOCKS))
+    monkeypatch.syspath_prepend(tmp_path)
+    return vars(importlib.import_module("readme_example"))
+
+
+def test_the_example_runs_and_counts_what_the_text_says(example, capsys):
+    import torch
+
+    import piecework as pw
+
+    runtime, model = example["runtime"], example["model"]
+    assert example["y"].shape == (10, 64)
+    with runtime.counters.expect(traces=0, compiles_general=0, compiles_specialized=0):
+        for num_tokens in (1, 16, 17, 64, 65):
+            x = torch.randn(num_tokens, 64)
+            with torch.inference_mode():
+                expected = model(x)
+            torch.testing.assert_close(runtime.run("prefill", {"input": x}), expected)
+    counters = runtime.counters.as_dict()
+    assert (counters["traces"], counters["pieces"], counters["distinct_pieces"]) == (1, 5, 3)
+    assert (counters["compiles_general"], counters["compiles_specialized"]) == (3, 3)
+    assert "readme_example::causal_attention" in [op.name for op in pw.split_ops()]
+
+
+def test_every_command_that_the_readme_names_exists():
+    from piecework.runtime.cli import make_parser
+
+    subcommands = make_parser()._subparsers._group_actions[0].choices
+    named = set(re.findall(r"^piecework (\w+)", README, flags=re.MULTILINE)) | {"explain"}
+    assert named <= set(subcommands)
