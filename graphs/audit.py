@@ -128,6 +128,7 @@ def solve(
 ) -> Interval:
     """Intersects the symbols' ranges with every condition, around the size that was traced."""
     canonical = {symbol: sympy.Symbol(name, integer=True) for name, group in symbols.items() for symbol in group}
+    backed = {symbol for symbol in shape_env.var_to_range if not shape_env.is_unbacked_symint(symbol)}
     tokens = sympy.Symbol(TOKENS, integer=True)
     interval = ANY_SIZE
     for name, group in symbols.items():
@@ -138,7 +139,7 @@ def solve(
             own = Interval(max(low, 0), None if high is not None and high >= 2**62 else high)
             if name == TOKENS:
                 interval &= own
-            elif own not in (ANY_SIZE, Interval(2)):
+            elif own not in _ANY_OTHER_SIZE:
                 raise GuardError(_restricts_other(name, str(own), "a range of its ShapeEnv"))
     for condition in conditions:
         expr = _plain(condition.expr).xreplace({_plain(s): c for s, c in canonical.items()})
@@ -147,7 +148,10 @@ def solve(
         free = expr.free_symbols
         if free == {tokens}:
             interval &= _solve_one(expr, tokens, sizes.get(TOKENS, 2), condition)
-        elif free <= set(canonical.values()) or not free:
+        elif len(free) == 1 and free <= set(canonical.values()) and _holds_anyway(expr, *free, sizes, condition):
+            continue
+        elif free <= set(canonical.values()) or free & set(map(_plain, backed)):
+            # What is on data-dependent symbols alone is asserted by the graph itself.
             raise GuardError(_restricts_other(", ".join(sorted(map(str, free))), str(expr), condition.where))
     if interval.high is not None and interval.high <= interval.low:
         raise DynamicDimError(
@@ -155,6 +159,18 @@ def solve(
             f"({_origin(conditions, tokens)}); take the dim out of dynamic_dims or make the model hold for every size"
         )
     return interval
+
+
+_ANY_OTHER_SIZE = (ANY_SIZE, Interval(2))
+"""From 2 when backed: `Program` checks that on each call."""
+
+
+def _holds_anyway(expr: Any, symbol: sympy.Symbol, sizes: Mapping[str, int], condition: Condition) -> bool:
+    """Whether a condition on another dim than `tokens` restricts nothing."""
+    try:
+        return _solve_one(expr, symbol, max(sizes.get(symbol.name, 2), 2), condition) in _ANY_OTHER_SIZE
+    except GuardError:
+        return False
 
 
 def _plain(expr: Any) -> Any:

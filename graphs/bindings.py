@@ -1,16 +1,16 @@
 """What a traced graph's placeholders are: inputs and sizes by name, the model's tensors by where they live.
 
 Note [Bindings are looked up on each call]
-A parameter, a buffer or a KV cache may be rebound (`module.weight = other`) between two steps. A binding keeps the
-container and the key, not the tensor, so a program always reads what the model holds now; `Bindings.tensors` compares
-identities with the last call and checks layouts again when one changed.
+A parameter, a buffer or a KV cache may be rebound (`module.weight = other`, `module.kv = (k, v)`) between two steps. A
+binding keeps the way from the model to the tensor, not the tensor, so a program always reads what the model holds now:
+`Bindings.model_tensors` compares every link of every way with the last call, and goes the ways again when one changed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,15 +32,58 @@ class SizeBinding:
     name: str
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """One step on the way from the model to a tensor."""
+
+    table: str | None
+    """For a step out of a module: `_modules`, `_parameters`, `_buffers` or `__dict__`. None: out of a list or dict."""
+    key: Any
+
+    def container(self, value: Any) -> Any:
+        """Where the step's key is looked up."""
+        if self.table is None:
+            return value
+        return value.__dict__ if self.table == "__dict__" else value.__dict__[self.table]
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ModelTensor:
     """A parameter, a buffer or a plain tensor attribute of the model."""
 
     path: str
     """Dotted name in the model."""
-    container: Any
-    """The dict or list that holds it."""
-    key: Any
+    model: torch.nn.Module
+    steps: tuple[Step, ...]
+    """The way to it from the model."""
+    ties: tuple[ModelTensor, ...] = ()
+    """Where else the model holds the same tensor (tied weights)."""
+
+    def current(self) -> torch.Tensor:
+        """The tensor that is there now.
+
+        Raises:
+            InputError: there is none.
+        """
+        value: Any = self.model
+        try:
+            for step in self.steps:
+                value = step.container(value)[step.key]
+        except (AttributeError, KeyError, IndexError, TypeError):
+            value = None
+        if not isinstance(value, torch.Tensor):
+            raise InputError(
+                f"model tensor {self.path!r}: the program was traced with a tensor there, and now there is "
+                f"{'none' if value is None else 'a ' + type(value).__name__}; put it back, or make a new Runtime"
+            )
+        return value
+
+    def links(self) -> Iterator[tuple[Any, Any]]:
+        """The containers on the way, each with the key that is looked up in it."""
+        value: Any = self.model
+        for step in self.steps:
+            yield step.container(value), step.key
+            value = step.container(value)[step.key]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -57,27 +100,36 @@ class TensorIndex:
     """Finds where a tensor lives, by identity."""
 
     def __init__(self, model: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
-        self._owners: dict[int, PlaceholderBinding] = {}
-        for prefix, module in model.named_modules():
-            for table in (module._parameters, module._buffers, module.__dict__):
-                for path, container, key, tensor in _tensors_in(table, prefix):
-                    self._owners.setdefault(id(tensor), ModelTensor(path, container, key))
-        self._owners.update({id(tensor): InputBinding(name) for name, tensor in inputs.items()})
+        self._inputs = {id(tensor): InputBinding(name) for name, tensor in inputs.items()}
+        self._owners: dict[int, list[ModelTensor]] = {}
+        for prefix, module in model.named_modules(remove_duplicate=False):
+            way = tuple(Step("_modules", part) for part in prefix.split(".") if prefix)
+            for table in ("_parameters", "_buffers", "__dict__"):
+                container = module.__dict__ if table == "__dict__" else module.__dict__[table]
+                for steps, tensor in _tensors_in(container, table):
+                    path = ".".join([part for part in (prefix, *(str(step.key) for step in steps)) if part])
+                    self._owners.setdefault(id(tensor), []).append(ModelTensor(path, model, way + steps))
 
     def find(self, tensor: torch.Tensor) -> PlaceholderBinding:
         """The input or model tensor that this is, or a `FrozenTensor`."""
-        return self._owners.get(id(tensor)) or FrozenTensor(tensor)
+        if id(tensor) in self._inputs:
+            return self._inputs[id(tensor)]
+        if id(tensor) not in self._owners:
+            return FrozenTensor(tensor)
+        first, *others = self._owners[id(tensor)]
+        return dataclasses.replace(first, ties=tuple(others))
 
 
-def _tensors_in(container: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any, Any, torch.Tensor]]:
+def _tensors_in(container: Any, table: str | None, depth: int = 0) -> Iterator[tuple[tuple[Step, ...], torch.Tensor]]:
     """Tensors in a module's table, also in lists and dicts that are its attributes."""
     items = container.items() if isinstance(container, dict) else enumerate(container)
     for key, value in items:
-        name = f"{path}.{key}" if path else str(key)
+        step = Step(table, key)
         if isinstance(value, torch.Tensor):
-            yield name, container, key, value
+            yield (step,), value
         elif isinstance(value, (list, tuple, dict)) and depth < 3 and not (depth == 0 and str(key).startswith("_")):
-            yield from _tensors_in(value, name, depth + 1)
+            for steps, tensor in _tensors_in(value, None, depth + 1):
+                yield (step, *steps), tensor
 
 
 class Bindings:
@@ -85,32 +137,43 @@ class Bindings:
 
     def __init__(self, placeholders: tuple[PlaceholderBinding, ...]) -> None:
         self.placeholders = placeholders
-        self._sources = [(b.container, b.key) for b in placeholders if isinstance(b, ModelTensor)]
-        self._paths = [b.path for b in placeholders if isinstance(b, ModelTensor)]
-        self._last = [container[key] for container, key in self._sources]
-        self._layouts = [_layout(tensor) for tensor in self._last]
+        self._model_tensors = [b for b in placeholders if isinstance(b, ModelTensor)]
+        self._current = [binding.current() for binding in self._model_tensors]
+        self._layouts = [_layout(tensor) for tensor in self._current]
+        self._links, self._last = self._walk()
 
     @property
     def model_paths(self) -> tuple[str, ...]:
         """Dotted names of the model's tensors, in the order of `model_tensors`."""
-        return tuple(self._paths)
+        return tuple(binding.path for binding in self._model_tensors)
 
     def model_tensors(self) -> list[torch.Tensor]:
         """The model's tensors as they are now. See Note [Bindings are looked up on each call].
 
         Raises:
-            InputError: one was replaced by a tensor of another shape, dtype, device or stride.
+            InputError: one was replaced by a tensor of another shape, dtype, device or stride, by something else, or
+                apart from another one that it was tied to.
         """
-        current = [container[key] for container, key in self._sources]
-        if any(map(operator.is_not, current, self._last)):
-            for path, tensor, layout in zip(self._paths, current, self._layouts, strict=True):
-                if _layout(tensor) != layout:
-                    raise InputError(
-                        f"model tensor {path!r}: the program was traced with {_describe(layout)}, got "
-                        f"{_describe(_layout(tensor))}; put back a tensor like the first, or make a new Runtime"
-                    )
-            self._last = current
-        return current
+        try:
+            unchanged = not any(map(operator.is_not, _look_up(self._links), self._last))
+        except (KeyError, IndexError):
+            unchanged = False
+        if not unchanged:
+            current = [binding.current() for binding in self._model_tensors]
+            for binding, tensor, layout in zip(self._model_tensors, current, self._layouts, strict=True):
+                _check_replacement(binding, tensor, layout)
+            self._current = current
+            self._links, self._last = self._walk()
+        return self._current
+
+    def _walk(self) -> tuple[list[tuple[Any, Any]], list[Any]]:
+        """Every link on the ways to the model's tensors, once, and what it leads to now."""
+        links: dict[tuple[int, Any], tuple[Any, Any]] = {}
+        for binding in self._model_tensors:
+            for way in (binding, *binding.ties):
+                links.update({(id(container), key): (container, key) for container, key in way.links()})
+        unique = list(links.values())
+        return unique, _look_up(unique)
 
     def arguments(self, inputs: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> list[Any]:
         """The graph's arguments for one call, in the order of its placeholders."""
@@ -126,6 +189,24 @@ class Bindings:
             else:
                 arguments.append(binding.tensor)
         return arguments
+
+
+def _look_up(links: Sequence[tuple[Any, Any]]) -> list[Any]:
+    return [container[key] for container, key in links]
+
+
+def _check_replacement(binding: ModelTensor, tensor: torch.Tensor, layout: _TensorLayout) -> None:
+    if _layout(tensor) != layout:
+        raise InputError(
+            f"model tensor {binding.path!r}: the program was traced with {_describe(layout)}, got "
+            f"{_describe(_layout(tensor))}; put back a tensor like the first, or make a new Runtime"
+        )
+    for other in binding.ties:
+        if other.current() is not tensor:
+            raise InputError(
+                f"model tensor {other.path!r}: the program was traced with the tensor that is {binding.path!r} too, "
+                f"and now they are two; replace both by one tensor, or make a new Runtime"
+            )
 
 
 _TensorLayout = tuple[tuple[int, ...], torch.dtype, torch.device, tuple[int, ...]]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch._functorch.config
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
@@ -70,10 +71,22 @@ def _aot_eager(graph_module: GraphModule, example_inputs: Sequence[Any]) -> Comp
 def _inductor(graph_module: GraphModule, example_inputs: Sequence[Any]) -> CompiledCallable:
     from torch._inductor import standalone_compile
 
-    with _inductor_settings():
+    with _inductor_settings(), _autograd_cache_unless_shared(example_inputs):
         artifact = standalone_compile(graph_module, list(example_inputs), dynamic_shapes="from_tracing_context")
     compiled: CompiledCallable = artifact
     return compiled
+
+
+@contextlib.contextmanager
+def _autograd_cache_unless_shared(example_inputs: Sequence[Any]) -> Iterator[None]:
+    """AOTAutograd's cache does not ask which inputs share memory, and would hand out a piece made for ones that do not
+    (seen with torch 2.13)."""
+    storages = [i.untyped_storage()._cdata for i in example_inputs if isinstance(i, torch.Tensor)]
+    if len(set(storages)) == len(storages):
+        yield
+        return
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        yield
 
 
 _MAX_COMPILE_THREADS = 8

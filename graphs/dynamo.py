@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import logging
+import operator
+import re
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import sympy
 import torch
 import torch._dynamo.config
 import torch.fx.experimental._config
@@ -35,8 +39,11 @@ _STAND_IN_INT = 7_368_787_000
 class Capture:
     """The backend that Dynamo calls: keeps the graph, and stands in for its results."""
 
-    def __init__(self, keep_guards: bool) -> None:
+    def __init__(self, samples: Mapping[str, torch.Tensor], keep_guards: bool) -> None:
+        self.samples = samples
         self.keep_guards = keep_guards
+        self.sizes: dict[tuple[str, int], sympy.Expr] = {}
+        """Of each input that the model looked at, its dynamic sizes by (name, dim)."""
         self.graph_module: torch.fx.GraphModule | None = None
         self.shape_env: ShapeEnv | None = None
         self.arguments: tuple[Any, ...] = ()
@@ -45,15 +52,14 @@ class Capture:
         self.released = False
 
     def backend(self, graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        fake_mode = TracingContext.get().fake_mode
+        context = TracingContext.get()
         self.graph_module = graph_module
-        self.shape_env = fake_mode.shape_env if fake_mode is not None else None
+        self.shape_env = context.fake_mode.shape_env if context.fake_mode is not None else None
+        if self.shape_env is not None:
+            self.sizes = dict(self._sizes(context.tensor_to_context, self.shape_env))
         (outputs,) = graph_module.graph.output_node().args
         assert isinstance(outputs, (tuple, list))
-        self.stand_ins = tuple(
-            torch.empty(0) if isinstance(example_value(node), torch.Tensor) else _STAND_IN_INT + i
-            for i, node in enumerate(outputs)
-        )
+        self.stand_ins = tuple(_stand_in(i, example_value(node)) for i, node in enumerate(outputs))
 
         def run(*arguments: Any) -> tuple[Any, ...]:
             # The real parameters and buffers: what identifies each placeholder.
@@ -63,11 +69,20 @@ class Capture:
 
         return run
 
+    def _sizes(self, contexts: Any, shape_env: ShapeEnv) -> Iterator[tuple[tuple[str, int], sympy.Expr]]:
+        """From Dynamo's own table, not from placeholders: a model may look at nothing but the size of an input."""
+        for name, sample in self.samples.items():
+            known = contexts[sample].shape_env_to_source_to_symbol_cache if sample in contexts else {}
+            for source, symbol in known.get(id(shape_env), {}).items():
+                if match := re.search(r"\.size\(\)\[(\d+)\]$", source):
+                    yield (name, int(match[1])), shape_env.replace(sympy.sympify(symbol))
+
     def release(self) -> None:
         """Lets go of the model: Dynamo keeps every backend it has seen for the life of the process."""
         self.released = True
         self.graph_module = self.shape_env = None
         self.arguments = ()
+        self.samples = {}
         self.guards = []
 
     def filter_guards(self, entries: Sequence[Any]) -> list[bool]:
@@ -78,6 +93,15 @@ class Capture:
     def placeholders(self) -> Iterator[tuple[torch.fx.Node, Any]]:
         assert self.graph_module is not None
         return zip(self.graph_module.graph.find_nodes(op="placeholder"), self.arguments, strict=True)
+
+
+def _stand_in(index: int, example: Any) -> Any:
+    if not isinstance(example, torch.Tensor):
+        return _STAND_IN_INT + index
+    if example.dim() == 0:
+        # Dynamo hands a float that was computed from sizes out of the graph as a tensor, and takes its item.
+        return torch.full((), float(_STAND_IN_INT + index), dtype=torch.float64)
+    return torch.empty(0)
 
 
 def example_value(node: Any) -> Any:
@@ -108,6 +132,11 @@ def traceable_forward(
     piecework_equal: Sequence[tuple[int, int, int, int]],
 ) -> Callable[..., Any]:
     def forward(*piecework_inputs: torch.Tensor) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            raise TraceError(
+                "trace: Dynamo would run the model instead of tracing it (inside a dispatch mode, or under "
+                "torch.compiler.set_stance); trace outside of such a mode, or use compiler='eager'"
+            )
         for left, left_dim, right, right_dim in piecework_equal:
             torch._check(piecework_inputs[left].size(left_dim) == piecework_inputs[right].size(right_dim))
         return model(**dict(zip(piecework_names, piecework_inputs)), **piecework_constants)  # noqa: B905
@@ -137,9 +166,13 @@ def make_samples(
     signature: Signature, contract: InputContract, sizes: Mapping[str, int], mode: Mode
 ) -> list[torch.Tensor]:
     samples = []
+    strides = dict(signature.strides)
     for name, dtype, device, shape in signature.tensors:
         concrete = [sizes[size] if isinstance(size, str) else size for size in shape]
-        sample = torch.zeros(concrete, dtype=dtype, device=device)
+        if name in strides:
+            sample = torch.empty_strided(concrete, strides[name], dtype=dtype, device=device)
+        else:
+            sample = torch.zeros(concrete, dtype=dtype, device=device)
         for dim in contract.dynamic_dims.get(name, {}):
             if mode == "unbacked":
                 mark_unbacked(sample, dim)
@@ -176,8 +209,17 @@ def _quiet(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unchanged(model: torch.nn.Module) -> Iterator[None]:
-    """Refuses a forward that sets attributes: a compiled program would not, and a stand-in would be left behind."""
+    """Refuses a forward that sets attributes: a compiled program would not, and a stand-in would be left behind.
+
+    The lists and dicts that are attributes count too. What changes is put back.
+    """
     before = {name: (module, _attributes(module)) for name, module in model.named_modules()}
+    contents = {
+        f"{name}.{key}" if name else key: (value, copy.copy(value))
+        for name, module in model.named_modules()
+        for key, value in module.__dict__.items()
+        if isinstance(value, (list, dict)) and key not in _MODULE_TABLES
+    }
     yield
     changed = []
     for name, (module, attributes) in before.items():
@@ -189,6 +231,11 @@ def unchanged(model: torch.nn.Module) -> Iterator[None]:
                     target[key] = attributes[table, key]
                 else:
                     del target[key]
+    for name, (value, copied) in contents.items():
+        if len(value) != len(copied) or any(map(operator.is_not, _flat(value), _flat(copied))):
+            changed.append(name)
+            value.clear()
+            value.extend(copied) if isinstance(value, list) else value.update(copied)
     if changed:
         raise TraceError(
             f"trace: the model's forward sets {', '.join(changed)}; a compiled program would not do that on each step. "
@@ -197,10 +244,15 @@ def unchanged(model: torch.nn.Module) -> Iterator[None]:
 
 
 _MISSING = object()
+_MODULE_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+def _flat(container: list[Any] | dict[Any, Any]) -> list[Any]:
+    return [*container, *container.values()] if isinstance(container, dict) else container
 
 
 def _attributes(module: torch.nn.Module) -> dict[tuple[str | None, str], Any]:
     own: dict[tuple[str | None, str], Any] = {(None, key): value for key, value in module.__dict__.items()}
-    for table in ("_parameters", "_buffers", "_modules"):
+    for table in _MODULE_TABLES:
         own.update({(table, key): value for key, value in module.__dict__[table].items()})
     return own

@@ -24,7 +24,14 @@ class Signature:
     """What a program is traced for: which inputs are present, and everything about them but the dynamic sizes."""
 
     tensors: tuple[Layout, ...]
-    constants: tuple[tuple[str, Constant], ...]
+    constants: tuple[tuple[str, Constant], ...] = dataclasses.field(compare=False)
+    strides: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Of tensor inputs without dynamic dims that are not contiguous."""
+    _constants_text: str = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # Compared as text: 1, True and 1.0 are equal, and not the same program.
+        object.__setattr__(self, "_constants_text", repr(self.constants))
 
     def __str__(self) -> str:
         parts = [
@@ -81,6 +88,7 @@ class InputContract:
         tensors: dict[str, torch.Tensor] = {}
         layouts: list[Layout] = []
         constants: list[tuple[str, Constant]] = []
+        strides: list[tuple[str, tuple[int, ...]]] = []
         for name, value in inputs.items():
             if isinstance(value, torch.Tensor):
                 dims = self._read_dims(name, value, sizes)
@@ -89,6 +97,8 @@ class InputContract:
                     shape[dim] = dim_name
                 tensors[name] = value
                 layouts.append((name, value.dtype, value.device, tuple(shape)))
+                if not dims and not value.is_contiguous():
+                    strides.append((name, value.stride()))
             elif value is not None and name in self.dynamic_dims:
                 raise InputError(
                     f"input {name!r}: expected a tensor, since dynamic_dims declares {self.dynamic_dims[name]}, got "
@@ -107,7 +117,12 @@ class InputContract:
                 f"inputs: expected at least one of {declared}, which carry the dim {TOKENS!r}, got "
                 f"{', '.join(inputs) or 'nothing'}"
             )
-        signature = Signature(tuple(layouts), tuple(constants))
+        # In one order, since inputs are passed by name.
+        signature = Signature(
+            tuple(sorted(layouts, key=lambda layout: layout[0])),
+            tuple(sorted(constants, key=lambda constant: constant[0])),
+            tuple(sorted(strides)),
+        )
         return BoundInputs(tensors, signature, {name: size for name, (size, _) in sizes.items()})
 
     def _read_dims(self, name: str, tensor: torch.Tensor, sizes: dict[str, tuple[int, str]]) -> Mapping[int, str]:
@@ -127,11 +142,15 @@ class InputContract:
         return dims
 
     def pad_to_bucket(self, bound: BoundInputs, bucket: int) -> dict[str, torch.Tensor]:
-        """The tensors with every `tokens` dim grown to `bucket` rows; the tail holds the input's pad value."""
-        return {
-            name: pad_tensor(tensor, self.dynamic_dims.get(name, {}), bucket, self.pad.get(name, 0))
-            for name, tensor in bound.tensors.items()
-        }
+        """The tensors with every `tokens` dim grown to `bucket` rows; the tail holds the input's pad value.
+
+        Inputs with dynamic dims are contiguous afterwards, which is what programs are compiled for.
+        """
+        padded = {}
+        for name, tensor in bound.tensors.items():
+            dims = self.dynamic_dims.get(name, {})
+            padded[name] = pad_tensor(tensor, dims, bucket, self.pad.get(name, 0)).contiguous() if dims else tensor
+        return padded
 
 
 def pad_tensor(tensor: torch.Tensor, dims: Mapping[int, str], bucket: int, value: int | float) -> torch.Tensor:

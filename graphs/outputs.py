@@ -5,6 +5,7 @@ A leaf's path is what a user writes in `output_dims`: `""` for a lone tensor, `"
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,16 +22,29 @@ def map_leaves(value: Any, leaf: Leaf, path: str = "") -> Any:
     if isinstance(value, torch.Tensor):
         return leaf(path, value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        # Before dict: a transformers ModelOutput is both, and is built from its fields.
-        fields = [f.name for f in dataclasses.fields(value) if f.init]
-        return type(value)(**{name: map_leaves(getattr(value, name), leaf, _join(path, name)) for name in fields})
+        return _map_dataclass(value, leaf, path)
     if isinstance(value, dict):
         items = {key: map_leaves(item, leaf, _join(path, str(key))) for key, item in value.items()}
-        return items if type(value) is dict else type(value)(items)
-    if isinstance(value, (tuple, list)):
+        if type(value) is dict:
+            return items
+        rebuilt = copy.copy(value)  # a defaultdict is not made from its items
+        rebuilt.update(items)
+        return rebuilt
+    if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
         elements = [map_leaves(item, leaf, _join(path, str(i))) for i, item in enumerate(value)]
         return type(value)(*elements) if hasattr(value, "_fields") else type(value)(elements)
     return leaf(path, value)
+
+
+def _map_dataclass(value: Any, leaf: Leaf, path: str) -> Any:
+    """Not through `__init__`: a `__post_init__` need not understand what the leaves become."""
+    rebuilt = copy.copy(value)
+    for field in dataclasses.fields(value):
+        item = map_leaves(getattr(value, field.name), leaf, _join(path, field.name))
+        object.__setattr__(rebuilt, field.name, item)
+        if isinstance(value, dict) and field.name in value:  # a transformers ModelOutput is a dict of its fields too
+            dict.__setitem__(rebuilt, field.name, item)
+    return rebuilt
 
 
 def _join(path: str, name: str) -> str:

@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Literal
 
+import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
-from ..errors import TraceError
+from ..errors import CompileError, InputError, TraceError
 from ..phases import Compiler
 from . import audit
 from .bindings import InputBinding, ModelTensor, SizeBinding
@@ -116,11 +117,20 @@ class PiecewiseGraph:
 
     def _compile(self, graph_module: GraphModule, compiler: Compiler) -> CompiledPiece:
         started = time.perf_counter()
-        before = self._audit()
         call = compile_piece(compiler, graph_module, self.fake_mode)
-        after = self._audit()
-        interval = audit.ANY_SIZE if after == before else after
+        try:
+            interval = self._audit()
+        except TraceError as error:
+            raise CompileError(f"compiler {compiler}: it added a condition that cannot be kept. {error}") from error
+        if not self._grows_with_tokens(graph_module):
+            interval = audit.ANY_SIZE
         return CompiledPiece(call=call, interval=interval, seconds=time.perf_counter() - started)
+
+    def _grows_with_tokens(self, graph_module: GraphModule) -> bool:
+        """Whether a piece has the size `tokens` among its placeholders. Others are shared by traces of any interval."""
+        examples = (node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder"))
+        sizes = (s for e in examples for s in ((*e.shape, *e.stride()) if isinstance(e, torch.Tensor) else (e,)))
+        return any(isinstance(s, torch.SymInt) and self._symbol in s.node.expr.free_symbols for s in sizes)
 
     def _audit(self) -> audit.Interval:
         symbols = {name: {symbol} for name, symbol in self.traced.symbols.items()}
@@ -156,6 +166,11 @@ class PiecewiseGraph:
         if not isinstance(size, torch.SymInt) or self._symbol not in size.node.expr.free_symbols:
             return 0
         ratio = size.node.expr / self._symbol
+        if not ratio.is_Integer and self.traced.interval.high is not None:
+            # Such as Min(s, 16) for a slice of a buffer of 16 rows, where s is 16 at most.
+            sizes = range(max(self.traced.interval.low, 1), self.traced.interval.high + 1)
+            ratios = {ratio.xreplace({self._symbol: sympy.Integer(n)}) for n in sizes[: 1 << 12]}
+            ratio = ratios.pop() if len(ratios) == 1 and len(sizes) <= 1 << 12 else ratio
         if not ratio.is_Integer:
             raise TraceError(
                 f"trace: output {path!r} has a dim of size {size.node.expr}, from which padded rows cannot be cut; "
@@ -183,9 +198,26 @@ class Program:
         self._output = graph.traced.output
         self._calls = calls
         self._forward = _link(graph.split.root, calls)
+        # torch takes 0 and 1 for constants in a backed trace, and the interval speaks of tokens only.
+        backed = graph.traced.mode == "backed"
+        self._two_or_more = tuple(name for name in graph.traced.symbols if backed and name != TOKENS)
+
+    def holds_at(self, sizes: Mapping[str, int]) -> bool:
+        """Whether the program is valid at these sizes, by name."""
+        return sizes[TOKENS] in self.interval and all(sizes[name] >= 2 for name in self._two_or_more)
 
     def __call__(self, tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> Any:
-        """Runs the forward on inputs of a size in `interval`, under the caller's grad mode and step context."""
+        """Runs the forward on inputs of a size in `interval`, under the caller's grad mode and step context.
+
+        Raises:
+            InputError: another dynamic dim is 0 or 1, and the model decided on a size when it was traced.
+        """
+        for name in self._two_or_more:
+            if sizes[name] < 2:
+                raise InputError(
+                    f"inputs: the dim {name!r} is {sizes[name]}, and the program holds from 2 on, since the model "
+                    f"decides on a size ({self.graph.traced.unbacked_failure}); pad it to 2, or use compiler='eager'"
+                )
         outputs = self._forward(*self._bindings.arguments(tensors, sizes))
 
         def leaf(path: str, value: Any) -> Any:
@@ -206,7 +238,7 @@ def _resolve(binding: object, tensors: Mapping[str, torch.Tensor], sizes: Mappin
     if isinstance(binding, InputBinding):
         return tensors[binding.name]
     if isinstance(binding, ModelTensor):
-        return binding.container[binding.key]
+        return binding.current()
     assert isinstance(binding, SizeBinding)
     return sizes[binding.name]
 

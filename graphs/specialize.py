@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -25,11 +25,12 @@ def specialize(
     graph_module: GraphModule, values: Mapping[sympy.Symbol, int], fake_mode: FakeTensorMode
 ) -> SpecializedPiece:
     """Fills in `values`; other symbols stay symbolic, and placeholders that shared storage still do."""
-    fill = _Fill(values, fake_mode)
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    fill = _Fill([node.meta["example_value"] for node in placeholders], values, fake_mode)
     graph = Graph()
     copies: dict[Node, Any] = {}
     kept = []
-    for i, node in enumerate(graph_module.graph.find_nodes(op="placeholder")):
+    for i, node in enumerate(placeholders):
         value = fill(node.meta["example_value"])
         if isinstance(value, int):
             copies[node] = value
@@ -52,15 +53,21 @@ def specialize(
 class _Fill:
     """Turns the fake values of a general piece into those of a specialised one."""
 
-    def __init__(self, values: Mapping[sympy.Symbol, int], fake_mode: FakeTensorMode) -> None:
+    def __init__(self, general: Sequence[Any], values: Mapping[sympy.Symbol, int], fake_mode: FakeTensorMode) -> None:
         self.values = {symbol: sympy.Integer(value) for symbol, value in values.items()}
         self.fake_mode = fake_mode
         self.storages: dict[int, torch.Tensor] = {}
+        # A static buffer gets a new storage too when a symbolic slice of it is another placeholder.
+        self.symbolic_storages = {
+            value.untyped_storage()._cdata
+            for value in general
+            if isinstance(value, torch.Tensor) and self._is_symbolic(value)
+        }
 
     def __call__(self, value: Any) -> Any:
         if isinstance(value, torch.SymInt):
             return self.size(value)
-        if not isinstance(value, torch.Tensor) or not self._is_symbolic(value):
+        if not isinstance(value, torch.Tensor) or value.untyped_storage()._cdata not in self.symbolic_storages:
             return value
         sizes, strides = [self.size(s) for s in value.shape], [self.size(s) for s in value.stride()]
         offset = self.size(value.storage_offset())

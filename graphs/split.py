@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -17,8 +18,9 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
+from ..errors import TraceError
 from ..ops import registry
-from .mutation import is_mutation
+from .mutation import is_mutation, mutated_arguments
 
 Kind = Literal["piece", "opaque", "glue"]
 
@@ -73,6 +75,9 @@ def split(graph_module: GraphModule, *, keep_consecutive: bool = True) -> SplitG
 
     Split ops that follow each other without compute between them form one opaque region, or one each when
     `keep_consecutive` is False. A run of nodes that computes nothing (size arithmetic, views) is left to Python.
+
+    Raises:
+        TraceError: something that is neither a tensor nor a size would cross a split op.
     """
     graph = graph_module.graph
     _move_getitems_to_producers(graph)
@@ -153,15 +158,53 @@ def _is_free(node: Node) -> bool:
     value = _value(node)
     if isinstance(value, (int, bool, float, torch.SymInt, torch.SymBool, torch.SymFloat)) or value is None:
         return node.op == "call_function" and not is_mutation(node) and (value is not None or not node.users)
-    is_view = node.target in (_VIEW_METHODS if node.op == "call_method" else _VIEW_FUNCTIONS)
-    if node.op == "get_attr" or not is_view:
+    return _is_view(node)
+
+
+def _is_view(node: Node) -> bool:
+    """Whether a node only looks at one of its arguments in another way."""
+    if node.target not in (_VIEW_METHODS if node.op == "call_method" else _VIEW_FUNCTIONS) or node.op == "get_attr":
         return False
+    if node.target is operator.getitem and isinstance(_value(node.args[0]), (tuple, list)):
+        return _is_view(node.args[0])
     sources = {_storage(tensor) for argument in node.all_input_nodes for tensor in _tensors(_value(argument))}
-    return all(_storage(tensor) in sources for tensor in _tensors(value))
+    viewed = {_storage(tensor) for tensor in _tensors(_value(node))}
+    return bool(viewed) and viewed <= sources
+
+
+def _views_to_repeat(nodes: Sequence[Node], inputs: Sequence[Node]) -> list[Node]:
+    """The views among a piece's inputs that the piece makes again for itself, each after what it is made from.
+
+    Of a tensor that the piece writes into, only the base comes in then: compilers can rarely tell what a write into
+    one of two inputs that share memory does to the other.
+    """
+    written = {_storage(t) for node in nodes for a in mutated_arguments(node) for t in _tensors(_value(a))}
+    aliases = [n for n in inputs if any(_storage(t) in written for t in _tensors(_value(n)))]
+    storages = Counter(_storage(t) for node in aliases for t in _tensors(_value(node)))
+    chains: dict[Node, None] = {}
+    for node in aliases:
+        if all(storages[_storage(t)] > 1 for t in _tensors(_value(node))):
+            chain = []
+            while _is_view(node):
+                chain.append(node)
+                node = next(a for a in node.all_input_nodes if any(_storage(t) in written for t in _tensors(_value(a))))
+            chains.update(dict.fromkeys(reversed(chain)))
+    return list(chains)
 
 
 def _value(node: Node) -> Any:
     return node.meta.get("example_value")
+
+
+def _check_crossing(node: Node) -> None:
+    """See Note [What may cross a boundary]."""
+    value = _value(node)
+    if not isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float)):
+        raise TraceError(
+            f"split: {node.target} makes a {type(value).__name__ if value is not None else 'context'} that is still "
+            f"in use after a split op, and only tensors and sizes may cross one; enter and leave a context such as "
+            f"torch.autocast between two split ops, or inside the operator's body"
+        )
 
 
 def _tensors(value: Any) -> Iterable[torch.Tensor]:
@@ -172,6 +215,12 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
 
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+def _inputs_of(nodes: Sequence[Node]) -> list[Node]:
+    """What the nodes need from elsewhere, in order of first use."""
+    inside = set(nodes)
+    return list(dict.fromkeys(a for node in nodes for a in node.all_input_nodes if a not in inside))
 
 
 class _Stitcher:
@@ -203,15 +252,18 @@ class _Stitcher:
         return SplitGraph(root=self.root, subgraphs=tuple(subgraphs), matches=matches)
 
     def _cut_out(self, index: int, group: _Group) -> Piece:
+        repeated = _views_to_repeat(group.nodes, _inputs_of(group.nodes))
+        inputs = _inputs_of([*repeated, *group.nodes])
         inside = set(group.nodes)
-        inputs = list(dict.fromkeys(a for node in group.nodes for a in node.all_input_nodes if a not in inside))
         outputs = [n for n in group.nodes if any(user not in inside for user in n.users)]
+        for node in inputs:
+            _check_crossing(node)
         graph = Graph()
         copies: dict[Node, Node] = {}
         for node in inputs:
             copies[node] = graph.placeholder(node.name)
             copies[node].meta = dict(node.meta)
-        for node in group.nodes:
+        for node in [*repeated, *group.nodes]:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output(tuple(copies[node] for node in outputs))
         piece = Piece(index=index, graph_module=GraphModule(self.graph_module, graph, class_name=f"Piece{index}"))

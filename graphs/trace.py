@@ -8,6 +8,7 @@ structure that the model returns is read off from stand-ins for the graph's outp
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -122,7 +123,8 @@ def _attempt(
         )
     samples = make_samples(signature, contract, sizes, mode)
     names = [name for name, *_ in signature.tensors]
-    capture = Capture(evaluate_guards)
+    named_samples = dict(zip(names, samples, strict=True))
+    capture = Capture(named_samples, evaluate_guards)
     forward = traceable_forward(model, names, dict(signature.constants), equal_dims(names, contract))
     compiled = torch.compile(
         forward,
@@ -134,7 +136,7 @@ def _attempt(
     try:
         with dynamo_settings(), unchanged(model):
             returned = compiled(*samples)
-        traced = _read(capture, returned, TensorIndex(model, dict(zip(names, samples, strict=True))), contract, sizes)
+        traced = _read(capture, returned, TensorIndex(model, named_samples), contract, sizes)
         guards = GuardCheck(compiled, contract) if evaluate_guards else None
         return dataclasses.replace(traced, mode=mode, guards=guards)
     finally:
@@ -151,10 +153,10 @@ def _read(
     """Binds what Dynamo captured: placeholders, symbols, interval, outputs."""
     if capture.graph_module is None or capture.shape_env is None:
         raise TraceError(
-            "trace: Dynamo ran the model without tracing it (a compile inside a dispatch mode, or a disabled frame); "
-            "trace outside of such a mode, or use compiler='eager'"
+            "trace: the model computes nothing from its inputs, so there is no graph; check which inputs it gets, or "
+            "use compiler='eager'"
         )
-    symbols = _symbols(capture, index, contract)
+    symbols = _symbols(capture, contract)
     bindings = Bindings(tuple(_bind(p, v, index, symbols) for p, v in capture.placeholders()))
     _rename_placeholders(capture.graph_module, bindings)
     interval = audit.valid_interval(capture.graph_module, capture.shape_env, symbols, sizes)
@@ -169,25 +171,30 @@ def _read(
     )
 
 
-def _symbols(capture: Capture, index: TensorIndex, contract: InputContract) -> dict[str, set[sympy.Symbol]]:
-    """Dim name -> the symbols it has in the graph.
+def _symbols(capture: Capture, contract: InputContract) -> dict[str, set[sympy.Symbol]]:
+    """Dim name -> the symbols it has in the trace.
 
     Raises:
-        DynamicDimError: a declared dim is a constant in the graph.
+        DynamicDimError: a declared dim is a constant in the graph, or is tied to one of another name.
     """
     symbols: dict[str, set[sympy.Symbol]] = {}
-    for node, value in capture.placeholders():
-        binding = index.find(value)
-        if not isinstance(binding, InputBinding):
-            continue
-        for dim, dim_name in contract.dynamic_dims.get(binding.name, {}).items():
-            size = example_value(node).shape[dim]
-            expr = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+    names: dict[sympy.Symbol, str] = {}
+    for input_name, dims in contract.dynamic_dims.items():
+        for dim, dim_name in dims.items():
+            expr = capture.sizes.get((input_name, dim))
+            if expr is None:
+                continue  # the model did not look at this input
             if not isinstance(expr, sympy.Symbol):
                 raise DynamicDimError(
-                    f"trace: dim {dim} ({dim_name!r}) of input {binding.name!r} was "
+                    f"trace: dim {dim} ({dim_name!r}) of input {input_name!r} was "
                     f"declared dynamic, but the model holds only for {expr}; look for an operation that ties it to a "
                     f"constant (a fixed-size buffer, an int() of a shape), or take it out of dynamic_dims"
+                )
+            if names.setdefault(expr, dim_name) != dim_name:
+                raise DynamicDimError(
+                    f"trace: dim {dim} ({dim_name!r}) of input {input_name!r} was declared apart from "
+                    f"{names[expr]!r}, but the model holds only where the two are equal; give them one name in "
+                    f"dynamic_dims, or make the model hold for different sizes"
                 )
             symbols.setdefault(dim_name, set()).add(expr)
     return symbols
@@ -227,6 +234,7 @@ def _rename_placeholders(graph_module: torch.fx.GraphModule, bindings: Bindings)
 def _output_structure(returned: Any, capture: Capture, index: TensorIndex) -> Any:
     tensors = {id(t): i for i, t in enumerate(capture.stand_ins) if isinstance(t, torch.Tensor)}
     integers = {v: i for i, v in enumerate(capture.stand_ins) if isinstance(v, int)}
+    floats = {v.item() for v in capture.stand_ins if isinstance(v, torch.Tensor) and v.dim() == 0}
 
     def leaf(path: str, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -235,7 +243,16 @@ def _output_structure(returned: Any, capture: Capture, index: TensorIndex) -> An
             binding = index.find(value)
             if not isinstance(binding, FrozenTensor):
                 return BindingRef(binding)
-        elif value is None or isinstance(value, (bool, int, float, str)):
+            raise TraceError(
+                f"trace: output {path or 'of the model'!r} is a tensor that is neither computed, nor an input, nor an "
+                f"attribute of the model; register it as a buffer"
+            )
+        if isinstance(value, float) and value in floats:
+            raise TraceError(
+                f"trace: output {path or 'of the model'!r} is a float that is computed from a size; return a tensor, "
+                f"or compute it outside of the model"
+            )
+        if value is None or isinstance(value, (bool, int, float, str)):
             return OutputRef(integers[value]) if type(value) is int and value in integers else value
         raise TraceError(
             f"trace: output {path or 'of the model'!r} is a {type(value).__name__}; expected tensors and constants in "
@@ -247,7 +264,8 @@ def _output_structure(returned: Any, capture: Capture, index: TensorIndex) -> An
 
 def _explain(error: BaseException, signature: Signature, unbacked_reason: str) -> TraceError:
     """The public error for a failed trace, with what Dynamo said and where."""
-    text = str(error).strip()
+    names = [name for name, *_ in signature.tensors]
+    text = re.sub(r"L\['piecework_inputs'\]\[(\d+)\]", lambda match: names[int(match[1])], str(error).strip())
     kind: type[TraceError] = TraceError
     advice = "remove the graph break, move it into the body of a split op, or use compiler='eager'"
     if isinstance(error, ConstraintViolationError):

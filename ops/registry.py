@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import importlib.metadata
 import inspect
+import keyword
 import logging
 import sys
 import textwrap
@@ -93,7 +94,7 @@ class _SplitOpDecorator:
         self,
         function: Callable[..., Any] | None = None,
         *,
-        mutates_args: Sequence[str],
+        mutates_args: Sequence[str] | None = None,
         name: str | None = None,
         fake: Callable[..., Any] | None = None,
     ) -> Callable[[Callable[..., Any]], OpOverload]:
@@ -112,9 +113,10 @@ class _SplitOpDecorator:
         Raises:
             RegistrationError: the definition breaks one of the rules above, or the name is taken.
         """
-        if function is not None:
+        if function is not None or mutates_args is None:
+            where = _where(function) if function is not None else _caller_location()
             raise RegistrationError(
-                f"split_op on {_where(function)}: it takes keyword arguments only; "
+                f"{where}: split_op takes keyword arguments, and mutates_args must be one of them; "
                 f'write @split_op(mutates_args=("out",)), or mutates_args=() for a functional operator'
             )
         return lambda body: _define(body, mutates_args=mutates_args, name=name, fake=fake)
@@ -216,6 +218,11 @@ def _define(
     body: Callable[..., Any], *, mutates_args: Sequence[str], name: str | None, fake: Callable[..., Any] | None
 ) -> OpOverload:
     location = _where(body)
+    if not inspect.isfunction(body):
+        raise RegistrationError(
+            f"{location}: expected a function, got a {type(body).__name__}; write a function around it, whose "
+            f"annotations give the schema"
+        )
     qualified = _qualified_name(body, name, location)
     schema = _schema(body, mutates_args, qualified, location)
     namespace, _, opname = qualified.partition("::")
@@ -262,9 +269,10 @@ def _qualified_name(body: Callable[..., Any], name: str | None, location: str) -
     namespace = body.__module__.partition(".")[0].strip("_") or "main"
     qualified = name if name is not None and "::" in name else f"{namespace}::{name or body.__name__}"
     left, _, right = qualified.partition("::")
-    if not (left.isidentifier() and right.isidentifier()):
+    if not all(part.isidentifier() and part.isascii() and not keyword.iskeyword(part) for part in (left, right)):
         raise RegistrationError(
-            f"{location}: name: expected `op` or `namespace::op` made of identifiers, got {qualified!r}"
+            f"{location}: name: expected `op` or `namespace::op` made of identifiers, got {qualified!r}; "
+            f"pass such a name=..."
         )
     return qualified
 

@@ -130,7 +130,7 @@ def _generate(arguments: argparse.Namespace) -> int:
             print(("\n" if i else "") + f"prompt: {printable(result['prompt'])}\ntext:   {printable(result['text'])}")
     if arguments.explain:
         sys.stdout.flush()  # so that both streams are in order where they meet
-        print(explanation, file=sys.stderr)
+        print(f"\n{explanation}", file=sys.stderr)
     return 0
 
 

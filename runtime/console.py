@@ -70,6 +70,7 @@ def _log_on_stderr() -> Iterator[None]:
     """Shows the library's warnings as one line each; restores the logger."""
     logger = logging.getLogger("piecework")
     handler = logging.StreamHandler()
+    handler.setLevel(logging.WARNING)
     handler.setFormatter(logging.Formatter("piecework: %(message)s"))
     propagate = logger.propagate
     logger.addHandler(handler)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import shutil
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from . import cli
@@ -34,29 +35,38 @@ def _demo(compiler: str | None, json_file: str | None) -> int:
     missing = _missing_for_inductor() if compiler is None else None
     if missing is not None:
         _say(f"Inductor cannot build here: {missing}. Using aot_eager, which generates no code.\n")
-    compile_flags = ("--cuda-graph-tc-compiler", compiler or ("aot_eager" if missing else "inductor"), *BUCKETS)
-    with tempfile.TemporaryDirectory(prefix="piecework-demo-") as folder:
-        # Inductor's files go away with the rest.
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(folder) / "inductor"))
+    compiler = compiler or ("inductor" if missing is None else "aot_eager")
+    compiler_flag = ("--cuda-graph-tc-compiler", compiler)
+    with tempfile.TemporaryDirectory(prefix="piecework-demo-") as folder, _inductor_cache(Path(folder) / "inductor"):
         _say("Making a Llama checkpoint with transformers. Its weights are random, and so is what it writes.\n")
         model = _make_model(Path(folder))
         prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
-        code = _command("generate", "--model", model, *prompts, *compile_flags, "--explain")
+        code = _command("generate", "--model", model, *prompts, *compiler_flag, *BUCKETS, "--explain")
         if code != 0:
             return code
         _say("")
-        json_flags = ("--json", json_file) if json_file is not None else ()
-        return _command("bench", "startup", "--model", model, *compile_flags, *_specialize(), *json_flags)
+        json_flag = ("--json", json_file) if json_file is not None else ()
+        return _command("bench", "startup", "--model", model, *compiler_flag, *json_flag)
+
+
+@contextlib.contextmanager
+def _inductor_cache(directory: Path) -> Iterator[None]:
+    """Lets Inductor keep its files in `directory`, to go away with it; restores the environment."""
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(directory)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        else:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
 
 
 def _make_model(folder: Path) -> str:
     from .engine.toy_checkpoint import make_checkpoint
 
     return str(make_checkpoint(folder / "toy-llama", num_layers=3))
-
-
-def _specialize() -> tuple[str, ...]:
-    return ("--cuda-graph-specialize-prefill", "all", "--cuda-graph-specialize-decode", "all")
 
 
 def _command(*words: str) -> int:

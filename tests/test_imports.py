@@ -138,8 +138,8 @@ def test_every_room_was_read():
     assert {room_of("piecework." + relative(path).replace("/", ".")) for path in PACKAGE} >= {"", *RANK}
 
 
-def test_root_holds_only_the_api_and_the_errors():
-    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "errors.py"}
+def test_root_holds_only_the_api_its_command_and_the_errors():
+    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "__main__.py", "errors.py"}
 
 
 def test_no_utils():

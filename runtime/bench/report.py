@@ -8,7 +8,7 @@ from typing import Any
 from ...phases import Phase
 from ..console import columns
 
-# Key of the result, how the table calls it, whether less is better (None: neither), how it is written.
+# Key of the result, how the table calls it, whether less is better (False: neither is), how it is written.
 ROWS: tuple[tuple[str, str, bool, str], ...] = (
     ("ready_s", "ready", True, "s"),
     ("first_token_s", "first token", True, "s"),
@@ -31,7 +31,12 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         best = min(values) if less_is_better and len(set(shown)) > 1 else None
         marked = [text + (" *" if value == best else "") for text, value in zip(shown, values, strict=True)]
         rows.append((title, *marked, "less is better" if less_is_better else ""))
-    return f"{_conditions(results[0])}\n\n{columns(rows)}\n\n* the best of the row"
+    fallbacks = [
+        f"\n{result['policy']}: fallback x{count}: {reason}"
+        for result in results
+        for reason, count in result["counters"]["fallbacks"].items()
+    ]
+    return f"{_conditions(results[0])}\n\n{columns(rows)}\n\n* the best of the row{''.join(fallbacks)}"
 
 
 def _conditions(result: dict[str, Any]) -> str:
@@ -41,7 +46,7 @@ def _conditions(result: dict[str, Any]) -> str:
     buckets = ", ".join(f"{phase} {' '.join(map(str, sizes))}" for phase, sizes in conditions["buckets"].items())
     cold = "cold" if result["cold"] else "warm"
     return (
-        f"Startup policies, each in a fresh process with {cold} caches and the same {conditions['num_requests']} requests\n"
+        f"Startup policies: each in a fresh process, {cold} caches, the same {conditions['num_requests']} requests\n"
         f"{model['architecture']}, {model['num_layers']} layers, hidden size {model['hidden_size']}, {model['dtype']}; "
         f"{compilers}; buckets: {buckets}\n"
         f"{conditions['device']}; torch {conditions['torch']}, Python {conditions['python']}"

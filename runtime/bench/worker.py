@@ -156,7 +156,8 @@ def _conditions(engine: Engine, spec: WorkerSpec) -> dict[str, Any]:
     }
 
 
-def _run(folder: Path) -> int:
+def main(folder: Path) -> int:
+    """Reads the spec in `folder`, measures, and writes the result there; returns 0."""
     spec = WorkerSpec(**json.loads((folder / SPEC).read_text(encoding="utf-8")))
     cold = not any(path.is_file() for path in (folder / CACHES).rglob("*"))
     (folder / RESULT).write_text(json.dumps(measure(spec, cold=cold)), encoding="utf-8")
@@ -164,4 +165,4 @@ def _run(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(exit_code(lambda: _run(Path(sys.argv[1]))))
+    raise SystemExit(exit_code(lambda: main(Path(sys.argv[1]))))

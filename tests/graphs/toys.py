@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 from piecework.graphs.inputs import InputContract
 from piecework.graphs.program import PiecewiseGraph, Program
@@ -15,6 +18,8 @@ from piecework.graphs.recorder import NullRecorder
 from piecework.graphs.trace import Traced, trace
 from piecework.ops.registry import split_op
 from piecework.phases import Compiler
+
+TOKENS_FIRST: Mapping[str, Mapping[int, str]] = {"x": {0: "tokens"}}
 
 CALLS: Counter[str] = Counter()
 """How often each split op's body ran; a test clears it first."""
@@ -45,6 +50,49 @@ def halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x / 2, x / 2 + 1
 
 
+def applied(x: torch.Tensor) -> torch.Tensor:
+    """`double` as a model calls it: into a tensor of its own."""
+    out = torch.empty_like(x)
+    double(x, out)
+    return out
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    """Same structure and types; tensors of one dtype and shape, close in value."""
+    assert type(got) is type(expected)
+    if dataclasses.is_dataclass(got):
+        return assert_same(vars(got), vars(expected))
+    got_leaves, got_spec = tree_flatten(got)
+    expected_leaves, expected_spec = tree_flatten(expected)
+    assert got_spec == expected_spec
+    for left, right in zip(got_leaves, expected_leaves, strict=True):
+        assert type(left) is type(right)
+        if isinstance(left, torch.Tensor):
+            torch.testing.assert_close(left, right, equal_nan=True)
+        else:
+            assert left == right
+
+
+def assert_equals_model(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    dynamic_dims: Mapping[str, Mapping[int, str] | int] = TOKENS_FIRST,
+    *,
+    compiler: Compiler | str = Compiler.EAGER,
+    bucket: int | None = None,
+    also: Sequence[Mapping[str, Any]] = (),
+) -> Program:
+    """A program made for `inputs` does what the model does, there and for `also`: outputs, inputs and buffers after it."""
+    reference = copy.deepcopy(model)
+    program = make_program(model, inputs, dynamic_dims, compiler=compiler, bucket=bucket)
+    for each in (inputs, *also):
+        ours, theirs = copy.deepcopy(dict(each)), copy.deepcopy(dict(each))
+        assert_same(run(program, ours, dynamic_dims), run_eager(reference, theirs))
+        assert_same(ours, theirs)
+        assert_same(dict(model.named_buffers()), dict(reference.named_buffers()))
+    return program
+
+
 class Fn(nn.Module):
     """A module whose forward is a function."""
 
@@ -56,9 +104,6 @@ class Fn(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(self, *args, **kwargs)
-
-
-TOKENS_FIRST: Mapping[str, Mapping[int, str]] = {"x": {0: "tokens"}}
 
 
 def trace_model(
@@ -91,10 +136,11 @@ def make_program(
 def run(
     program: Program, inputs: Mapping[str, Any], dynamic_dims: Mapping[str, Mapping[int, str] | int] = TOKENS_FIRST
 ) -> Any:
-    """Calls a program as the runtime does."""
-    bound = InputContract(dynamic_dims).bind(inputs)
+    """Calls a program as the runtime does, without padding."""
+    contract = InputContract(dynamic_dims)
+    bound = contract.bind(inputs)
     with torch.inference_mode():
-        return program(bound.tensors, bound.sizes)
+        return program(contract.pad_to_bucket(bound, bound.num_tokens), bound.sizes)
 
 
 def run_eager(model: nn.Module, inputs: Mapping[str, Any]) -> Any:

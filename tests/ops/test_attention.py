@@ -374,7 +374,10 @@ def _right_fake(
     ("name", "mutates", "fake", "complaint"),
     [
         ("right", ("k_cache", "v_cache"), _right_fake, None),
-        ("wrong_strides", ("k_cache", "v_cache"), _transposed_fake, "[Ss]tride"),
+        pytest.param(
+            *("wrong_strides", ("k_cache", "v_cache"), _transposed_fake, "[Ss]tride"),
+            marks=pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11's opcheck compares no strides"),
+        ),
         ("hidden_write", ("k_cache",), _right_fake, "v_cache"),
     ],
 )

@@ -1,0 +1,426 @@
+"""The command line: what the commands print, and that every bad input is a few lines and exit code 2."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from piecework import __version__
+from piecework.errors import PieceworkError
+from piecework.phases import GraphConfig
+from piecework.runtime import cli, console
+from piecework.runtime.engine.engine import Engine
+from piecework.runtime.engine.toy_checkpoint import make_checkpoint
+
+PROMPTS = ["Once upon a time", "The river"]
+NUM_LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that must not be changed."""
+    return make_checkpoint(tmp_path_factory.mktemp("cli"), num_layers=NUM_LAYERS)
+
+
+@pytest.fixture
+def own_model(model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(model, tmp_path / "model"))
+
+
+def run(*words: object) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command in this process; always on the CPU where there is a choice."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = cli.main([str(word) for word in words])
+        except SystemExit as exited:
+            code = int(exited.code or 0)
+    return code, out.getvalue(), err.getvalue()
+
+
+def start(*words: object, **options: Any) -> subprocess.Popen[str]:
+    """The same in a process of its own."""
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, *map(str, words)], **streams | options)
+
+
+def other_than_progress(err: str) -> list[str]:
+    """The lines of stderr that do not tell of work that took over a second."""
+    return [line for line in err.splitlines() if not re.fullmatch(r"piecework: .* (\.\.\.|done in [\d.]+ s)", line)]
+
+
+# ---- generate
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_generate_prints_what_the_engine_answers(model: Path, compiler: str) -> None:
+    with Engine(model, GraphConfig(), device="cpu") as engine:
+        expected = engine.generate(PROMPTS, max_new_tokens=5)
+    words = ["generate", "--model", model, "--prompt", PROMPTS[0], "--prompt", PROMPTS[1], "--max-new-tokens", 5]
+    words += ["--device", "cpu", "--cuda-graph-tc-compiler", compiler]
+    code, out, err = run(*words)
+    assert (code, other_than_progress(err)) == (0, [])
+    assert out == "\n".join(
+        f"prompt: {prompt}\ntext:   {console.printable(generation.text)}\n"
+        for prompt, generation in zip(PROMPTS, expected, strict=True)
+    )
+    code, out, err = run(*words, "--json")
+    answer = json.loads(out)
+    assert (code, other_than_progress(err), answer["model"]) == (0, [], str(model))
+    assert answer["results"] == [
+        {
+            "prompt": prompt,
+            "prompt_token_ids": list(generation.prompt_token_ids),
+            "token_ids": list(generation.token_ids),
+            "text": generation.text,
+            "finish_reason": generation.finish_reason,
+        }
+        for prompt, generation in zip(PROMPTS, expected, strict=True)
+    ]
+    # A prefill and four decode steps; only a compiler needs a trace.
+    assert (answer["counters"]["steps"], answer["counters"]["traces"]) == (5, int(compiler != "eager"))
+
+
+def test_generate_takes_the_launch_flags_and_explains_on_stderr(model: Path) -> None:
+    words = ["generate", "--model", model, "--prompt", PROMPTS[0], "--device", "cpu", "--json", "--explain"]
+    config = {"decode": {"compiler": "aot_eager", "buckets": [4], "specialize": "all"}}
+    code, out, err = run(*words, "--cuda-graph-config", json.dumps(config), "--cuda-graph-bs-decode", 2, 8)
+    counters = json.loads(out)["counters"]
+    assert code == 0
+    # One general program and one for the decode bucket 2; prefill is eager.
+    assert (counters["compiles_general"], counters["compiles_specialized"]) == (3, 3)
+    assert "decode: backend disabled, compiler aot_eager, 2 buckets 2 to 8" in err
+    assert "specialize names the bucket" in err
+
+
+def test_generate_takes_dtype_and_cache_size(model: Path) -> None:
+    words = ["generate", "--model", model, "--device", "cpu", "--prompt", PROMPTS[0], "--max-new-tokens", 100, "--json"]
+    code, out, _ = run(*words, "--dtype", "bfloat16", "--max-model-len", 12, "--num-blocks", 3, "--block-size", 4)
+    [result] = json.loads(out)["results"]
+    assert code == 0
+    assert len(result["prompt_token_ids"]) + len(result["token_ids"]) == 12
+
+
+def test_a_fallback_is_one_line_on_stderr(model: Path) -> None:
+    words = ["generate", "--model", model, "--device", "cpu", "--prompt", PROMPTS[0]]
+    code, _, err = run(*words, "--cuda-graph-bs-prefill", 1)
+    assert (code, err) == (0, "piecework: above the ladder\n")
+    logger = logging.getLogger("piecework")
+    assert (logger.handlers, logger.propagate) == ([], True)
+
+
+def test_text_that_the_terminal_cannot_show_is_escaped() -> None:
+    assert console.printable("a\x1b[31m b\n\u200b é \\") == "a\\x1b[31m b\\n\\u200b é \\"
+
+
+def test_output_in_another_encoding(model: Path) -> None:
+    process = start(
+        *("-m", "piecework", "generate", "--model", model, "--prompt", "Ω", "--device", "cpu"),
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    out, err = process.communicate()
+    assert (process.returncode, err) == (0, "")
+    assert out.startswith("prompt: \\u03a9\n")
+
+
+# ---- ops and explain
+
+
+def test_ops_without_a_model_says_not_traced() -> None:
+    out, err = start("-m", "piecework", "ops").communicate()
+    assert err == ""
+    [name, schema, mutates, defined, matched] = out.splitlines()
+    assert name == "piecework::paged_attention.default"
+    assert schema.startswith("  schema   piecework::paged_attention(Tensor q, ")
+    assert mutates == "  mutates  k_cache, v_cache, out"
+    assert "ops/attention.py:" in defined
+    assert matched == "  matched  not traced"
+    answer = json.loads(start("-m", "piecework.runtime.cli", "ops", "--json").communicate()[0])
+    assert (answer["traced"], answer["never_matched"]) == (False, None)
+    assert [op["num_matched"] for op in answer["split_ops"]] == [None]
+
+
+WITH_ANOTHER_OP = """
+import sys, torch, piecework as pw
+from piecework.runtime.cli import main
+
+@pw.split_op(mutates_args=("out",))
+def nobody_calls_me(x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(x)
+
+raise SystemExit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("flags", [[], ["--cuda-graph-specialize-decode", "all", "--startup", "eager"]])
+def test_ops_with_a_model_counts_matches_and_reports_an_op_that_never_matched(model: Path, flags: list[str]) -> None:
+    words = ["-c", WITH_ANOTHER_OP, "ops", "--model", model, "--device", "cpu", *flags]
+    out, err = start(*words).communicate()
+    assert "Traceback" not in err
+    assert out.count(f"  matched  {NUM_LAYERS} graph nodes") == 1
+    assert out.count("  matched  0 graph nodes") == 1
+    assert out.endswith("\nnever matched: main::nobody_calls_me (this model's graph does not call them)\n")
+    answer = json.loads(start(*words, "--json").communicate()[0])
+    assert (answer["traced"], answer["never_matched"]) == (True, ["main::nobody_calls_me"])
+    assert {op["name"]: op["num_matched"] for op in answer["split_ops"]} == {
+        "main::nobody_calls_me": 0,
+        "piecework::paged_attention": NUM_LAYERS,
+    }
+
+
+def test_explain_warms_up_and_dumps(model: Path, tmp_path: Path) -> None:
+    words = ["explain", "--model", model, "--device", "cpu", "--cuda-graph-tc-compiler", "aot_eager"]
+    words += ["--cuda-graph-bs-prefill", 16, "--cuda-graph-bs-decode", 1, 4, "--cuda-graph-specialize-decode", 4]
+    code, out, err = run(*words, "--dump", tmp_path / "dump", "--json")
+    answer = json.loads(out)
+    assert (code, "Traceback" in err) == (0, False)
+    assert answer["dump"] == str(tmp_path / "dump" / "program.py")
+    assert "stitched" in Path(answer["dump"]).read_text()
+    assert [(e["phase"], e["bucket"], e["program"], e["steps"]) for e in answer["entries"]] == [
+        ("decode", 1, "general", 0),
+        ("decode", 4, "specialized", 0),
+        ("prefill", 16, "general", 0),
+    ]
+    code, out, _ = run(*words, "--dump", tmp_path / "again")
+    assert code == 0
+    assert f"{NUM_LAYERS + 1} pieces (3 distinct), {NUM_LAYERS} opaque regions" in out
+    assert out.endswith(f"dump: {tmp_path / 'again' / 'program.py'}\n")
+
+
+# ---- help and the process
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["--version"], ["generate", "--help"], ["bench", "startup", "--help"], ["explain", "--hlep"], []],
+)
+def test_help_and_wrong_flags_load_no_torch(words: list[str]) -> None:
+    code = f"""
+import sys
+from piecework.runtime.cli import main
+try:
+    main({words!r})
+except SystemExit as exited:
+    heavy = [name for name in ("torch", "numpy", "transformers", "rich") if name in sys.modules]
+    assert not heavy, heavy
+    raise
+"""
+    process = start("-c", code)
+    out, err = process.communicate()
+    helps = "--help" in words or "--version" in words
+    assert process.returncode == (0 if helps else 2), err
+    assert (out if helps else err).startswith("piecework " if "--version" in words else "usage: piecework")
+
+
+def test_every_command_has_help_with_its_flags() -> None:
+    for words in (["generate"], ["ops"], ["explain"], ["bench", "startup"]):
+        code, out, err = run(*words, "--help")
+        assert (code, err) == (0, "")
+        assert "--json" in out
+        assert "--cuda-graph-bs-decode" in out
+
+
+def test_top_level_help_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
+    assert run("--help")[1] == (
+        "usage: piecework [-h] [--version] COMMAND ...\n"
+        "\n"
+        "Compiles a PyTorch model piece by piece.\n"
+        "\n"
+        "options:\n"
+        "  -h, --help  show this help message and exit\n"
+        "  --version   show program's version number and exit\n"
+        "\n"
+        "commands:\n"
+        "  COMMAND\n"
+        "    generate  continue prompts with a checkpoint, greedily\n"
+        "    bench     measure\n"
+        "    ops       list the registered split ops; with --model, also how many nodes of its graph each matched\n"
+        "    explain   compile every bucket, then say what runs for each and why\n"
+    )
+    assert run("--version") == (0, f"piecework {__version__}\n", "")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["ops", "--json"]])
+def test_a_reader_that_went_away_is_no_error(words: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    # Unbuffered, argparse itself swallows the error of --help.
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    process = start("-m", "piecework", *words, stdout=writer, env=buffered)
+    os.close(writer)
+    assert process.communicate()[1] == ""
+    assert process.returncode == 141
+
+
+def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    def raises(error: BaseException) -> Callable[[], int]:
+        def run() -> int:
+            raise error
+
+        return run
+
+    assert console.exit_code(lambda: 7) == 7
+    assert console.exit_code(raises(KeyboardInterrupt())) == 130
+    assert capsys.readouterr() == ("", "piecework: interrupted\n")
+    assert console.exit_code(raises(PieceworkError("a: b; c"))) == 2
+    assert capsys.readouterr() == ("", "piecework: error: a: b; c\n")
+    with pytest.raises(ZeroDivisionError):  # a mistake of ours keeps its traceback
+        console.exit_code(raises(ZeroDivisionError()))
+
+
+# ---- bad input
+
+
+def change_config(model: Path, **changes: Any) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_weights(model: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    path = model / "model.safetensors"
+    weights = load_file(path)
+    change(weights)
+    save_file(weights, path)
+
+
+def truncate(model: Path) -> None:
+    path = model / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (shutil.rmtree, "model: expected a directory with config.json, .* does not exist; pass the directory"),
+        (truncate, r"model\.safetensors: not a whole safetensors file, .*; it may be truncated, so download it again"),
+        (lambda d: change_weights(d, lambda w: w.pop(NORM)), "\n  1 missing: model.norm.weight"),
+        (
+            lambda d: change_weights(d, lambda w: w.update(left_over=w[NORM].clone())),
+            "\n  1 not of this model: left_over",
+        ),
+        (
+            lambda d: change_weights(d, lambda w: w.update({NORM: w[NORM][:5].clone()})),
+            r"\n  1 of another shape: model.norm.weight \(expected \[64\], got \[5\]\)",
+        ),
+        (
+            lambda d: change_config(d, architectures=["BertModel"]),
+            "architectures: expected one of LlamaForCausalLM, got BertModel; .* use a checkpoint of a supported",
+        ),
+        (lambda d: (d / "config.json").write_text("{"), r"config\.json: not readable as JSON .*; download this file"),
+        (lambda d: (d / "tokenizer.json").unlink(), r"tokenizer\.json: the file is missing; download"),
+    ],
+)
+@pytest.mark.parametrize("command", [["generate", "--prompt", "fine"], ["explain"], ["ops"]])
+def test_a_bad_checkpoint_is_a_short_error(
+    own_model: Path, command: list[str], spoil: Callable[[Path], object], message: str
+) -> None:
+    spoil(own_model)
+    assert_refused([*command, "--model", own_model, "--device", "cpu"], message)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--prompt", ""], "prompt 0: expected one token or more, got an empty prompt; write something there"),
+        (["--prompt", "word " * 300], r"prompt 0: expected at most 255 tokens, .* got \d+; shorten the prompt"),
+        (
+            ["--prompt", "\udcff"],
+            r"prompt 0: expected text in the terminal's encoding, got '\\udcff'; write it in UTF-8",
+        ),
+        (["--max-new-tokens", "0"], "max_new_tokens: expected 1 or more, got 0"),
+        (["--dtype", "int8"], "dtype: expected auto or one of float32, .*, got 'int8'"),
+        (["--device", "abacus"], "device: expected cpu, cuda or cuda:N, got 'abacus'"),
+        (["--num-blocks", "0"], "num_blocks: expected a positive integer, got 0"),
+        (
+            ["--max-model-len", "300"],
+            "max_model_len: expected at most the model's max_position_embeddings 256, got 300",
+        ),
+        (
+            ["--cuda-graph-bs-decode", "0", "4"],
+            "decode.buckets: expected positive integers, got 0; remove or correct it",
+        ),
+        (["--cuda-graph-bs-decode", "-4"], "decode.buckets: expected positive integers, got -4"),
+        (["--cuda-graph-bs-prefill", "8", "8"], "prefill.buckets: expected each size once, got 8 more than once; keep"),
+        (["--cuda-graph-config", '{"prefil": {}}'], "prefil: expected one of the keys .*; did you mean 'prefill'?"),
+        (["--cuda-graph-config", '{"decode": {"bs": [1]}}'], r"decode\.bs: expected one of the keys backend, "),
+        (["--cuda-graph-config", "{"], "config: expected a JSON object"),
+        (["--cuda-graph-config", "@no-such-file"], "--cuda-graph-config: expected a readable JSON file"),
+        (
+            ["--cuda-graph-backend-decode", "fast"],
+            "decode.backend: expected one of auto, disabled, .*, got 'fast'; use",
+        ),
+        (
+            ["--cuda-graph-backend-prefill", "tc_piecewise"],
+            "prefill.backend: tc_piecewise is not available in this build; allowed now: auto, disabled; leave it out",
+        ),
+        (["--startup", "tiered"], "startup: tiered is not available in this build; allowed now: eager, lazy; leave it"),
+        (["--enable-torch-compile"], "enable_torch_compile: true is not available in this build; .* leave it out"),
+    ],
+)
+def test_a_bad_flag_is_a_short_error(model: Path, words: list[str], message: str) -> None:
+    prompt = [] if "--prompt" in words else ["--prompt", "fine"]
+    device = [] if "--device" in words else ["--device", "cpu"]
+    assert_refused(["generate", "--model", model, *prompt, *device, *words], message)
+
+
+def assert_refused(words: list[Any], message: str) -> None:
+    code, out, err = run(*words)
+    assert (code, out) == (2, "")
+    assert err.startswith("piecework: error: ")
+    assert err.count("\n") <= 4
+    assert re.search(message, err), err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate", "--model", "somewhere"], "arguments are required: --prompt"),
+        (["generate", "--prompt", "fine"], "arguments are required: --model"),
+        (["generate", "--model", "x", "--prompt", "x", "--max-new-tokens", "x"], "invalid int value: 'x'"),
+        (["cache"], "invalid choice: 'cache'"),
+        (["bench"], "arguments are required: BENCHMARK"),
+    ],
+)
+def test_argparse_refuses_what_it_cannot_read(words: list[str], message: str) -> None:
+    code, out, err = run(*words)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def test_explain_refuses_a_dump_that_cannot_be(model: Path, tmp_path: Path) -> None:
+    words = ["explain", "--model", model, "--device", "cpu"]
+    assert_refused(
+        [*words, "--dump", tmp_path], "--dump: expected a compiler that traces, got eager in both phases; add"
+    )
+    (tmp_path / "file").touch()
+    words += ["--cuda-graph-tc-compiler", "aot_eager", "--cuda-graph-bs-prefill", 16, "--cuda-graph-bs-decode", 1]
+    code, out, err = run(*words, "--dump", tmp_path / "file")
+    assert (code, out) == (2, "")
+    assert "piecework: error: --dump: expected a directory that can be written to, got " in err
+
+
+def test_a_bad_input_of_a_real_process(tmp_path: Path) -> None:
+    process = start("-m", "piecework", "generate", "--model", tmp_path / "none", "--prompt", "x", "--device", "cpu")
+    out, err = process.communicate()
+    assert (process.returncode, out) == (2, "")
+    assert err.splitlines() == [
+        f"piecework: error: model: expected a directory with config.json, model.safetensors and tokenizer.json, but "
+        f"{tmp_path / 'none'} does not exist; pass the directory of a downloaded checkpoint"
+    ]
