@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -28,9 +28,13 @@ def canonical_text(
     graph_module: GraphModule,
     *,
     intervals: Mapping[sympy.Symbol, Interval] | None = None,
+    ambient: Sequence[str] = (),
 ) -> str:
-    """The canonical text of a piece, a line a node. `intervals` are the sizes for which its symbols are valid."""
-    return _Canonical(graph_module, intervals or {}).text()
+    """The canonical text of a piece, a line a node.
+
+    `intervals` are the sizes for which its symbols are valid, `ambient` the settings of torch it was traced under.
+    """
+    return "\n".join([_Canonical(graph_module, intervals or {}).text(), *(f"under {state}" for state in ambient)])
 
 
 def fingerprint(text: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ class Signature:
     constants: tuple[tuple[str, Constant], ...] = dataclasses.field(compare=False)
     strides: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Of tensor inputs without dynamic dims that are not contiguous."""
+    ambient: tuple[str, ...] = ()
+    """Settings of torch that change what operators compute; see `ambient_state`."""
     _constants_text: str = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -38,7 +40,7 @@ class Signature:
             f"{name}: {str(dtype).removeprefix('torch.')}[{', '.join(map(str, sizes))}]"
             for name, dtype, _, sizes in self.tensors
         ]
-        return ", ".join([*parts, *(f"{name}={value!r}" for name, value in self.constants)])
+        return ", ".join([*parts, *(f"{name}={value!r}" for name, value in self.constants), *self.ambient])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,6 +124,7 @@ class InputContract:
             tuple(sorted(layouts, key=lambda layout: layout[0])),
             tuple(sorted(constants, key=lambda constant: constant[0])),
             tuple(sorted(strides)),
+            ambient_state(tensor.device for tensor in tensors.values()),
         )
         return BoundInputs(tensors, signature, {name: size for name, (size, _) in sizes.items()})
 
@@ -151,6 +154,19 @@ class InputContract:
             dims = self.dynamic_dims.get(name, {})
             padded[name] = pad_tensor(tensor, dims, bucket, self.pad.get(name, 0)).contiguous() if dims else tensor
         return padded
+
+
+def ambient_state(devices: Iterable[torch.device]) -> tuple[str, ...]:
+    """What differs from torch's defaults among the settings that a trace bakes in; empty when nothing does."""
+    state = []
+    for device_type in sorted({device.type for device in devices}):
+        if torch.is_autocast_enabled(device_type):
+            state.append(f"autocast {device_type} to {torch.get_autocast_dtype(device_type)}")
+    if torch.get_default_dtype() is not torch.float32:
+        state.append(f"default dtype {torch.get_default_dtype()}")
+    if torch.are_deterministic_algorithms_enabled():
+        state.append("deterministic algorithms")
+    return tuple(state)
 
 
 def pad_tensor(tensor: torch.Tensor, dims: Mapping[int, str], bucket: int, value: int | float) -> torch.Tensor:

@@ -52,8 +52,9 @@ CompiledPieces = MutableMapping[CompiledKey, CompiledPiece]
 class PiecewiseGraph:
     """A traced model cut at its split ops."""
 
-    def __init__(self, traced: Traced, contract: InputContract) -> None:
+    def __init__(self, traced: Traced, contract: InputContract, *, ambient: Sequence[str] = ()) -> None:
         self.traced = traced
+        self._ambient = tuple(ambient)
         self.split: SplitGraph = split(traced.graph_module)
         self.fake_mode = _fake_mode(traced)
         self._contract = contract
@@ -138,7 +139,7 @@ class PiecewiseGraph:
 
     def _text(self, graph_module: GraphModule) -> str:
         intervals = {self._symbol: self.traced.interval} if self._symbol is not None else {}
-        return canonical_text(graph_module, intervals=intervals)
+        return canonical_text(graph_module, intervals=intervals, ambient=self._ambient)
 
     def _output_rows(self) -> Mapping[str, Rows]:
         """Of each output, which dims are a multiple of `tokens`, and of how many rows a token."""

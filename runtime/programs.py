@@ -141,7 +141,7 @@ class ProgramFamily:
             traced = trace(
                 self._model, self.signature, self._contract, sizes=sizes, evaluate_guards=self._witness is not None
             )
-            graph = PiecewiseGraph(traced, self._contract)
+            graph = PiecewiseGraph(traced, self._contract, ambient=self.signature.ambient)
         recorder.record(
             "trace",
             seconds=time.perf_counter() - started,

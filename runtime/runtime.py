@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import threading
 import time
@@ -16,7 +17,7 @@ import torch
 from ..errors import CompileError, ConfigError, InputError, RuntimeClosedError
 from ..graphs.debug import MutationWitness
 from ..graphs.dump import dump_program
-from ..graphs.inputs import TOKENS, BoundInputs, InputContract, Signature, pad_tensor
+from ..graphs.inputs import TOKENS, BoundInputs, InputContract, Signature, ambient_state, pad_tensor
 from ..graphs.outputs import OutputContract, OutputDims
 from ..graphs.program import CompiledPieces
 from ..ops.context import padded_fields, use_context
@@ -197,16 +198,16 @@ class Runtime:
 
     def _known_inputs(self) -> list[BoundInputs]:
         """Inputs to warm up with: those of earlier steps, else the examples."""
-        seen = {family.signature for family in self._families.values()}
-        known = [BoundInputs({}, signature, _free_sizes(signature)) for signature in seen]
-        if self._examples is not None and self._examples.signature not in seen:
-            known.insert(0, self._examples)
-        if not known:
+        signatures = [family.signature for family in self._families.values()]
+        if self._examples is not None:
+            signatures.insert(0, self._examples.signature)
+        signatures = list(dict.fromkeys(map(_under_ambient_state, signatures)))
+        if not signatures:
             raise InputError(
                 "warm_up: the inputs are not known before the first step; pass example_inputs={name: tensor, ...} to "
                 "Runtime, or call run() first"
             )
-        return known
+        return [BoundInputs({}, signature, _free_sizes(signature)) for signature in signatures]
 
     def _pick(self, phase: Phase, bound: BoundInputs) -> tuple[Entry, AnyProgram, int]:
         """The entry for a step, the program that runs, and the number of tokens it runs at."""
@@ -293,6 +294,11 @@ def _phase(phase: Phase | str) -> Phase:
         return Phase(phase)
     except ValueError:
         raise ConfigError(f"phase: expected one of {', '.join(Phase)}, got {phase!r}; pass one of the former") from None
+
+
+def _under_ambient_state(signature: Signature) -> Signature:
+    """The signature that the same inputs would have under torch's settings of now."""
+    return dataclasses.replace(signature, ambient=ambient_state(device for _, _, device, _ in signature.tensors))
 
 
 def _free_sizes(signature: Signature) -> dict[str, int]:

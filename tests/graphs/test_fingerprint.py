@@ -113,7 +113,7 @@ class Builder:
             strides.reverse()
         with self.mode:
             if shared is not None:
-                return shared.view(torch.uint8).view(t.dtype).as_strided(shape, strides, t.offset)
+                return shared.as_strided(shape, strides, t.offset)
             base = torch.empty(4096, dtype=t.dtype, device=t.device)
             return base.as_strided(shape, strides, t.offset)
 

@@ -47,7 +47,7 @@ def mix(x: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, scale: float) -
     CALLS.rows.append(x.shape[0])
     CALLS.contexts.append(slots.clone())
     kept = slots >= 0
-    cache[slots[kept]] = x[kept]
+    cache[slots[kept]] = x[kept].to(cache.dtype)
     out.copy_(x * scale + cache.sum(0) * kept[:, None])
 
 

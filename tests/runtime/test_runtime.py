@@ -358,6 +358,42 @@ def test_weights_that_change_are_followed(kit):
         runtime.run("decode", kit.inputs(4), context=kit.context(4))
 
 
+def test_what_a_trace_bakes_in_of_torchs_settings_is_part_of_its_identity(kit):
+    model = kit.Toy()
+    runtime = kit.runtime(model)
+    inputs, context = kit.inputs(4), kit.context(4)
+    plain = kit.reference(model, inputs, context)
+    with torch.autocast("cpu", torch.bfloat16):
+        lowered = kit.reference(model, inputs, context)
+    assert lowered.dtype is torch.bfloat16
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            got = runtime.run("decode", inputs, context=context)
+        model.clear()
+        torch.testing.assert_close(got, lowered)
+        torch.testing.assert_close(runtime.run("decode", inputs, context=context), plain)
+        model.clear()
+    assert runtime.counters["traces"] == 2
+    assert any("autocast cpu to torch.bfloat16" in t["inputs"] for t in runtime.explain().as_dict()["traces"])
+
+
+def test_inputs_that_are_not_contiguous_are_right(kit):
+    class Model(torch.nn.Module):
+        def forward(self, x, table):
+            return (x @ table).cos()
+
+    model = Model()
+    runtime = pw.Runtime(model, kit.config("inductor"), dynamic_dims={"x": 0})
+    wide = torch.randn(4, 8)
+    table = torch.randn(5, 8).T  # no dynamic dim: its strides are part of the program's identity
+    with runtime.counters.expect(traces=1, fallbacks=0):
+        for x in (torch.randn(8, 4).T[:, :8], wide, torch.randn(4, 16)[:, ::2], torch.randn(8, 3).T):
+            torch.testing.assert_close(runtime.run("decode", {"x": x, "table": table}), model(x, table))
+    with runtime.counters.expect(traces=1):
+        table = torch.randn(8, 5)
+        torch.testing.assert_close(runtime.run("decode", {"x": wide, "table": table}), model(wide, table))
+
+
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
 def test_a_cache_made_in_any_grad_mode_works(kit, mode):
     model = kit.Toy()
