@@ -155,6 +155,14 @@ class InputContract:
             padded[name] = pad_tensor(tensor, dims, bucket, self.pad.get(name, 0)).contiguous() if dims else tensor
         return padded
 
+    def copy_back(self, name: str, tensor: torch.Tensor, padded: torch.Tensor) -> None:
+        """Writes the rows of a padded copy that are no padding into the caller's tensor."""
+        if padded is tensor:
+            return
+        for dim, size in enumerate(tensor.shape):
+            padded = padded.narrow(dim, 0, size)
+        tensor.copy_(padded)
+
 
 def ambient_state(devices: Iterable[torch.device]) -> tuple[str, ...]:
     """What differs from torch's defaults among the settings that a trace bakes in; empty when nothing does."""

@@ -24,6 +24,7 @@ from .bindings import InputBinding, ModelTensor, SizeBinding
 from .compilers import CompiledCallable, compile_piece
 from .fingerprint import canonical_text, fingerprint
 from .inputs import TOKENS, InputContract
+from .mutation import mutated_arguments
 from .outputs import Rows, map_leaves
 from .recorder import Recorder
 from .specialize import specialize
@@ -62,6 +63,7 @@ class PiecewiseGraph:
         self.texts = {piece.name: self._text(piece.graph_module) for piece in self.split.pieces}
         self.fingerprints = {name: fingerprint(text) for name, text in self.texts.items()}
         self.rows = self._output_rows()
+        self.written_inputs = _written_inputs(traced)
 
     @property
     def num_distinct(self) -> int:
@@ -195,6 +197,7 @@ class Program:
         self.kind = kind
         self.interval = interval
         self.rows: Mapping[str, Rows] | None = graph.rows
+        self.written_inputs = graph.written_inputs
         self._bindings = graph.traced.bindings
         self._output = graph.traced.output
         self._calls = calls
@@ -280,6 +283,22 @@ def _pick(call: CompiledCallable, kept: Sequence[int]) -> CompiledCallable:
         return call(*[arguments[i] for i in kept])
 
     return picked
+
+
+def _written_inputs(traced: Traced) -> tuple[str, ...]:
+    """Names of the inputs that the model writes into, itself or through a split op."""
+    written = {
+        tensor.untyped_storage()._cdata
+        for node in traced.graph_module.graph.nodes
+        for argument in mutated_arguments(node)
+        if isinstance(tensor := argument.meta.get("example_value"), torch.Tensor)
+    }
+    placeholders = traced.graph_module.graph.find_nodes(op="placeholder")
+    return tuple(
+        binding.name
+        for node, binding in zip(placeholders, traced.bindings.placeholders, strict=True)
+        if isinstance(binding, InputBinding) and node.meta["example_value"].untyped_storage()._cdata in written
+    )
 
 
 def _fake_mode(traced: Traced) -> FakeTensorMode:

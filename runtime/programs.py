@@ -32,6 +32,8 @@ class AnyProgram(Protocol):
     interval: Interval
     rows: Mapping[str, Rows] | None
     """Which output dims grow with `tokens`; None when only the run can tell."""
+    written_inputs: tuple[str, ...]
+    """Inputs that it writes into: what a padded copy got is copied back."""
 
     def __call__(self, tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> Any: ...
 
@@ -42,6 +44,7 @@ class EagerProgram:
     kind: ProgramKind = "eager"
     interval = ANY_SIZE
     rows: Mapping[str, Rows] | None = None
+    written_inputs: tuple[str, ...] = ()
 
     def __init__(self, model: torch.nn.Module, constants: tuple[tuple[str, Constant], ...]) -> None:
         self._model = model

@@ -111,10 +111,12 @@ class Runtime:
         entry, program, size = self._pick(phase, bound)
         if self._witness is not None:
             check_guards(program, bound)
-        tensors = self._contract.pad_to_bucket(bound, size)
+        tensors = bound.tensors if program.kind == "eager" else self._contract.pad_to_bucket(bound, size)
         padded_context = _pad_context(context, bound, size)
         with torch.inference_mode(), use_context(padded_context):
             outputs = program(tensors, {**bound.sizes, TOKENS: size})
+            for name in program.written_inputs:
+                self._contract.copy_back(name, bound.tensors[name], tensors[name])
             outputs = self._outputs.cut(outputs, padded=size, num_tokens=bound.num_tokens, rows=program.rows)
         entry.num_steps += 1
         self.counters.add("steps", scope=Scope(phase=phase, bucket=entry.bucket))

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import operator
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -224,7 +225,7 @@ def means_the_same(left: Description, right: Description) -> bool:
     return normal(left) == normal(right)
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(descriptions())
 def test_every_single_change_is_seen(description):
     text = text_of(description)
@@ -306,7 +307,9 @@ def test_a_symbolic_size_among_the_arguments():
         n, x = graph.placeholder("n"), graph.placeholder("x")
         n.meta["example_value"] = builder.size("s")
         x.meta["example_value"] = builder.tensor(X, None)
-        graph.output((graph.call_function(torch.add, (x, builder.size("s") + plus)),))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # FX would rather have it as a node
+            graph.output((graph.call_function(torch.add, (x, builder.size("s") + plus)),))
         return GraphModule(nn.Module(), graph)
 
     assert canonical_text(graph(1)) != canonical_text(graph(2))
@@ -380,7 +383,6 @@ class Layers(nn.Module):
         self.factors = factors
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = applied(x)
         for i, factor in enumerate(self.factors):
             x = applied(x @ self.weights[i] * factor) + x
         return x.sum(-1)

@@ -394,6 +394,29 @@ def test_inputs_that_are_not_contiguous_are_right(kit):
         torch.testing.assert_close(runtime.run("decode", {"x": wide, "table": table}), model(wide, table))
 
 
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_inputs_that_the_model_writes_into_are_written_whatever_the_padding(kit, compiler):
+    @pw.split_op(mutates_args=("state",), name="piecework_test::bump")
+    def bump(x: torch.Tensor, state: torch.Tensor) -> None:
+        state.add_(x)
+
+    class Model(torch.nn.Module):
+        def forward(self, x, state, table):
+            table.add_(1)
+            bump(x * 2, state)
+            x[:, :1].mul_(0)
+            return x + state
+
+    runtime = pw.Runtime(Model(), kit.config(compiler), dynamic_dims={"x": 0, "state": 0})
+    for num_tokens in (3, 4):
+        x, state, table = torch.ones(num_tokens, 2), torch.ones(2, num_tokens).T, torch.zeros(5)
+        got = runtime.run("decode", {"x": x, "state": state, "table": table})
+        assert x.tolist() == [[0, 1]] * num_tokens
+        assert state.tolist() == [[3, 3]] * num_tokens
+        assert table.tolist() == [1] * 5
+        assert got.tolist() == [[3, 4]] * num_tokens
+
+
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
 def test_a_cache_made_in_any_grad_mode_works(kit, mode):
     model = kit.Toy()

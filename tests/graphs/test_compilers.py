@@ -1,0 +1,74 @@
+"""Inductor behind the common interface; the cases are few, since each costs seconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from piecework.graphs.compilers import compile_piece
+from piecework.phases import Compiler
+
+from .toys import Fn, applied, assert_equals_model, double
+
+
+def test_inductor_with_a_view_of_the_output_buffer_and_a_residual():
+    """The operator fills a view of a buffer that Inductor made, and the next piece reads the base; another piece
+    writes into its input in place."""
+
+    def function(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        residual = x * 1
+        out = torch.zeros(x.shape[0], 4)
+        double((x + 1).view(-1, 2, 2), out.view(-1, 2, 2))
+        residual.add_(out @ m.weight)
+        return residual.mul_(2) + applied(residual)
+
+    inputs = {"x": torch.randn(3, 4)}
+    also = [{"x": torch.randn(n, 4)} for n in (0, 1, 2, 50)] + [{"x": torch.randn(4, 7).t()}]
+    model = Fn(function, weight=torch.randn(4, 4))
+    program = assert_equals_model(model, inputs, compiler="inductor", also=also)
+    assert len(program.graph.split.pieces) == 3
+
+
+class Writes(nn.Module):
+    def forward(self, cache: torch.Tensor, row: torch.Tensor) -> Any:
+        cache.add_(1)
+        return (row * 2,)
+
+
+def compiled_for(*, shared: bool) -> Any:
+    graph_module = torch.fx.symbolic_trace(Writes())
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with mode:
+        cache = torch.empty(32).as_strided((8, 4), (4, 1))
+        row = cache.as_strided((4,), (1,)) if shared else torch.empty(4)
+    for node, value in zip(graph_module.graph.find_nodes(op="placeholder"), (cache, row), strict=True):
+        node.meta["example_value"] = value
+    return compile_piece(Compiler.INDUCTOR, graph_module, mode)
+
+
+def test_inductor_does_not_confuse_inputs_that_share_memory_with_ones_that_do_not():
+    """AOTAutograd's cache does not ask which inputs alias, and would hand out the first of these two for the second."""
+    for shared in (False, True):
+        cache = torch.ones(32).view(8, 4)
+        row = cache[0] if shared else torch.ones(4)
+        with torch.inference_mode():
+            (result,) = compiled_for(shared=shared)(cache, row)
+        assert torch.equal(result, torch.full((4,), 4.0 if shared else 2.0))
+
+
+def test_a_compiler_leaves_the_piece_as_it_is():
+    graph_module = torch.fx.symbolic_trace(Writes())
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with mode:
+        values = torch.empty(8, 4), torch.empty(4)
+    for node, value in zip(graph_module.graph.find_nodes(op="placeholder"), values, strict=True):
+        node.meta["example_value"] = value
+    before = str(graph_module.graph)
+    for compiler in (Compiler.EAGER, Compiler.AOT_EAGER):
+        compile_piece(compiler, graph_module, mode)
+        assert str(graph_module.graph) == before
+        assert all("example_value" in n.meta for n in graph_module.graph.find_nodes(op="placeholder"))
