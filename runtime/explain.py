@@ -88,7 +88,8 @@ def _entry(entry: Entry) -> dict[str, Any]:
     }
 
 
-_MAX_FROZEN = 6
+_MAX_FROZEN = 2
+"""Values shown; `as_dict` has all of them."""
 
 
 def _lines(data: dict[str, Any]) -> Iterator[str]:
@@ -103,9 +104,9 @@ def _lines(data: dict[str, Any]) -> Iterator[str]:
             f"trace ({trace['inputs']}): {trace['mode']}, valid for {trace['valid_for']} tokens, "
             f"{trace['pieces']} pieces ({trace['distinct_pieces']} distinct), {trace['opaque_regions']} opaque regions"
         )
-        yield from (f"  frozen: {state}" for state in trace["frozen"][:_MAX_FROZEN])
-        if len(trace["frozen"]) > _MAX_FROZEN:
-            yield f"  frozen: {len(trace['frozen']) - _MAX_FROZEN} more; see as_dict()"
+        if trace["frozen"]:
+            shown = ", ".join(trace["frozen"][:_MAX_FROZEN])
+            yield f"  frozen Python state: {len(trace['frozen'])} values, such as {shown}"
     if data["unmatched_split_ops"]:
         yield f"split ops that no graph has called: {', '.join(data['unmatched_split_ops'])}"
     for name, arguments in data["never_written"].items():
