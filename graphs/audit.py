@@ -148,7 +148,7 @@ def solve(
         free = expr.free_symbols
         if free == {tokens}:
             interval &= _solve_one(expr, tokens, sizes.get(TOKENS, 2), condition)
-        elif len(free) == 1 and free <= set(canonical.values()) and _holds_anyway(expr, *free, sizes, condition):
+        elif len(free) == 1 and free <= set(canonical.values()) and _holds_anyway(expr, sizes, condition):
             continue
         elif free <= set(canonical.values()) or free & set(map(_plain, backed)):
             # What is on data-dependent symbols alone is asserted by the graph itself.
@@ -165,8 +165,9 @@ _ANY_OTHER_SIZE = (ANY_SIZE, Interval(2))
 """From 2 when backed: `Program` checks that on each call."""
 
 
-def _holds_anyway(expr: Any, symbol: sympy.Symbol, sizes: Mapping[str, int], condition: Condition) -> bool:
-    """Whether a condition on another dim than `tokens` restricts nothing."""
+def _holds_anyway(expr: Any, sizes: Mapping[str, int], condition: Condition) -> bool:
+    """Whether a condition on one other dim than `tokens` restricts nothing."""
+    (symbol,) = expr.free_symbols
     try:
         return _solve_one(expr, symbol, max(sizes.get(symbol.name, 2), 2), condition) in _ANY_OTHER_SIZE
     except GuardError:

@@ -168,7 +168,7 @@ def ambient_state(devices: Iterable[torch.device]) -> tuple[str, ...]:
     """What differs from torch's defaults among the settings that a trace bakes in; empty when nothing does."""
     state = []
     for device_type in sorted({device.type for device in devices}):
-        if torch.is_autocast_enabled(device_type):
+        if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
             state.append(f"autocast {device_type} to {torch.get_autocast_dtype(device_type)}")
     if torch.get_default_dtype() is not torch.float32:
         state.append(f"default dtype {torch.get_default_dtype()}")

@@ -165,8 +165,8 @@ def _is_view(node: Node) -> bool:
     """Whether a node only looks at one of its arguments in another way."""
     if node.target not in (_VIEW_METHODS if node.op == "call_method" else _VIEW_FUNCTIONS) or node.op == "get_attr":
         return False
-    if node.target is operator.getitem and isinstance(_value(node.args[0]), (tuple, list)):
-        return _is_view(node.args[0])
+    if node.target is operator.getitem and isinstance(_value(node.all_input_nodes[0]), (tuple, list)):
+        return _is_view(node.all_input_nodes[0])
     sources = {_storage(tensor) for argument in node.all_input_nodes for tensor in _tensors(_value(argument))}
     viewed = {_storage(tensor) for tensor in _tensors(_value(node))}
     return bool(viewed) and viewed <= sources

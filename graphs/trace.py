@@ -245,7 +245,7 @@ def _output_structure(returned: Any, capture: Capture, index: TensorIndex) -> An
                 return BindingRef(binding)
             raise TraceError(
                 f"trace: output {path or 'of the model'!r} is a tensor that is neither computed, nor an input, nor an "
-                f"attribute of the model; register it as a buffer"
+                f"attribute of the model; register it as a buffer, or write an attribute of a tensor (x.T) as a call"
             )
         if isinstance(value, float) and value in floats:
             raise TraceError(

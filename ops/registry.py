@@ -63,6 +63,7 @@ class _Registry:
         self.matched: dict[OpOverload, int] = {}
         self.num_traces = 0
         self.libraries: dict[str, torch.library.Library] = {}
+        self.bodies: dict[str, Callable[..., Any]] = {}
         self.loaded_entry_points: set[tuple[str, str]] = set()
 
     def find(self, name: str) -> tuple[OpOverload, SplitOp] | None:
@@ -227,7 +228,7 @@ def _define(
     schema = _schema(body, mutates_args, qualified, location)
     namespace, _, opname = qualified.partition("::")
     with _REGISTRY.lock:
-        _make_room(qualified, location)
+        _make_room(qualified, location, body)
         library = torch.library.Library(namespace, "FRAGMENT")
         library.define(f"{opname}{schema}")
         op: OpOverload = getattr(getattr(torch.ops, namespace), opname).default
@@ -240,14 +241,21 @@ def _define(
         library.impl(opname, body, "CompositeExplicitAutograd")
         torch.library.register_fake(qualified, fake if fake is not None else _returns_nothing, lib=library)
         _REGISTRY.libraries[qualified] = library
+        _REGISTRY.bodies[qualified] = body
         _REGISTRY.add(op, location)
     return op
 
 
-def _make_room(qualified: str, location: str) -> None:
+def _make_room(qualified: str, location: str, body: Callable[..., Any]) -> None:
     """Frees the name when the same place defines it again (a reload); raises when it belongs to somebody else."""
     known = _REGISTRY.find(qualified)
     if known is not None and known[1].location == location and qualified in _REGISTRY.libraries:
+        # A reload compiles the body again; a factory called twice does not, and its first operator lives on.
+        if body.__closure__ and _REGISTRY.bodies[qualified].__code__ is body.__code__:
+            raise RegistrationError(
+                f"{location}: these lines defined {qualified} before, with other values of "
+                f"{', '.join(body.__code__.co_freevars)}; both would run the last one, so give each its own name=..."
+            )
         del _REGISTRY.ops[known[0]]
         _REGISTRY.matched.pop(known[0], None)
         _REGISTRY.libraries.pop(qualified)._destroy()

@@ -80,7 +80,9 @@ def test_other_conditions(condition, traced_at, interval):
     assert found.high == interval.high or (interval.high or 0) >= 65535
 
 
-@pytest.mark.parametrize("condition", [sympy.Eq(sympy.Mod(N, 8), 0), sympy.Or(N < 4, N > 15), sympy.Ne(sympy.Mod(N, 2), 1)])
+@pytest.mark.parametrize(
+    "condition", [sympy.Eq(sympy.Mod(N, 8), 0), sympy.Or(N < 4, N > 15), sympy.Ne(sympy.Mod(N, 2), 1)]
+)
 def test_what_is_no_interval_is_refused_with_its_place(condition):
     with pytest.raises(GuardError, match="model.py:7.*no interval"):
         solved(condition, traced_at=16)

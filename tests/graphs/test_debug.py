@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
 from torch.testing._internal.optests.generate_tests import OpCheckError
 
 from piecework.graphs.debug import MutationWitness
@@ -26,9 +27,7 @@ def hidden_write(x: torch.Tensor, out: torch.Tensor, cache: torch.Tensor) -> Non
     out.copy_(x)
 
 
-@split_op(
-    mutates_args=(), name="piecework_toys::returns_view", fake=lambda x: torch.empty_like(x)
-)
+@split_op(mutates_args=(), name="piecework_toys::returns_view", fake=lambda x: torch.empty_like(x))
 def returns_view(x: torch.Tensor) -> torch.Tensor:
     """Returns its input, which the schema says it does not."""
     return x.view_as(x)
@@ -43,7 +42,7 @@ def wrong_strides(x: torch.Tensor) -> torch.Tensor:
 X = {"x": torch.randn(3, 4)}
 
 
-def overdone(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def overdone(m: Any, x: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(x)
     over_declared(x + 1, out, m.scratch)
     accumulate(out, m.cache)
@@ -81,6 +80,14 @@ def test_any_tensor_can_be_watched(out):
     watched(out, out)
     watched(out.clone(), out)
     witness.never_written()
+
+
+def test_nan_written_over_nan_is_no_change():
+    witness = MutationWitness()
+    watched = witness.watch(torch.ops.piecework_toys.double.default)
+    nan = torch.full((3,), float("nan"))
+    watched(nan.clone(), nan)
+    assert witness.never_written() == {"piecework_toys::double": ("out",)}
 
 
 def test_opcheck_finds_a_hidden_write():

@@ -39,7 +39,7 @@ def tensors_of(model: nn.Module) -> dict[str, Any]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def layers(m: nn.Module, x: torch.Tensor) -> Any:
+def layers(m: Any, x: torch.Tensor) -> Any:
     for _ in range(3):
         x = applied(x @ m.weight) + x
     accumulate(x, m.cache)
@@ -47,18 +47,18 @@ def layers(m: nn.Module, x: torch.Tensor) -> Any:
     return first * second + m.cache, x.shape[0]
 
 
-def arithmetic(m: nn.Module, x: torch.Tensor) -> Any:
+def arithmetic(m: Any, x: torch.Tensor) -> Any:
     n = x.shape[0]
     y = applied(x + (n // 2) + n**2 - n % 3 + max(n, 2) + min(n, 9))
     return y * -n / (n + 1) + torch.arange(n)[:, None], math.inf * y, y.clamp(max=2.0), y[..., ::2], ~(y > 0)
 
 
-def constants(m: nn.Module, x: torch.Tensor) -> Any:
+def constants(m: Any, x: torch.Tensor) -> Any:
     table = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
-    return (applied(x + GLOBAL) + table).to(torch.float16), torch.zeros(2, device="cpu"), x.T
+    return (applied(x + GLOBAL) + table).to(torch.float16), torch.zeros(2, device="cpu"), x.t()
 
 
-def in_place(m: nn.Module, x: torch.Tensor) -> Any:
+def in_place(m: Any, x: torch.Tensor) -> Any:
     y = x * 1
     y += 1
     y[0] = 5

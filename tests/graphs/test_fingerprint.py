@@ -29,7 +29,7 @@ from .toys import Fn, applied, double, trace_model
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A placeholder: sizes are ints or names of symbols; `view_of` is an earlier placeholder whose storage it shares."""
+    """A placeholder: sizes are ints or names of symbols; `view_of` is an earlier one whose storage it shares."""
 
     shape: tuple[int | str, ...] = (4, 4)
     dtype: torch.dtype = torch.float32
@@ -191,7 +191,10 @@ def variants(description: Description) -> Iterator[tuple[str, Description]]:
     for i, step in enumerate(s):
         for target in BINARY if len(step.args) == 2 else UNARY:
             if target is not step.target:
-                yield "operator", dataclasses.replace(description, steps=replaced(s, i, dataclasses.replace(step, target=target)))
+                yield (
+                    "operator",
+                    dataclasses.replace(description, steps=replaced(s, i, dataclasses.replace(step, target=target))),
+                )
         for j, argument in enumerate(step.args):
             if isinstance(argument, Const):
                 for constant in CONSTANTS:
@@ -426,7 +429,7 @@ def test_two_models_and_two_traces_of_one_model():
 
 
 def test_tied_weights_are_one_placeholder():
-    def twice(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def twice(m: Any, x: torch.Tensor) -> torch.Tensor:
         return x @ m.a @ m.b
 
     weight = torch.randn(4, 4)

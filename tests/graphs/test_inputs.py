@@ -109,7 +109,9 @@ def test_nan_is_the_same_constant_each_time():
 
 @given(num_tokens=st.integers(0, 6), extra=st.integers(0, 5), value=st.integers(-3, 3))
 def test_padding(num_tokens, extra, value):
-    contract = InputContract({"x": 0, "square": {0: "tokens", 1: "tokens"}, "rows": {0: "rows", 1: "tokens"}}, {"x": value})
+    contract = InputContract(
+        {"x": 0, "square": {0: "tokens", 1: "tokens"}, "rows": {0: "rows", 1: "tokens"}}, {"x": value}
+    )
     inputs = {
         "x": torch.ones(num_tokens, 2, dtype=torch.int64),
         "square": torch.ones(num_tokens, num_tokens),

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from piecework.errors import CompileError
 from piecework.graphs import compilers
@@ -38,7 +37,7 @@ class Log:
         yield lambda: None
 
 
-def layers(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def layers(m: Any, x: torch.Tensor) -> torch.Tensor:
     x = x * 2
     for _ in range(4):
         x = applied(x @ m.weight) + x
@@ -51,7 +50,7 @@ def graph_of(function: Any, inputs: Any = X, dims: Any = None, **tensors: torch.
 
 
 def test_equal_pieces_are_compiled_once():
-    """4 layers: 5 pieces, of which the 3 between are... 1 distinct; so 3 compiles, and none the second time."""
+    """4 layers: 5 pieces, the 3 in the middle equal; so 3 compiles, and none the second time."""
     graph, log = graph_of(layers, weight=torch.randn(4, 4)), Log()
     compiled: CompiledPieces = {}
     graph.compile_general(Compiler.AOT_EAGER, compiled, log)
@@ -75,7 +74,7 @@ def test_specialised_pieces_are_compiled_once_a_bucket():
 
 
 def test_a_piece_without_tokens_is_the_same_for_every_bucket():
-    def function(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def function(m: Any, x: torch.Tensor) -> torch.Tensor:
         m.cache.mul_(2)
         accumulate(x, m.cache)
         return m.cache + 1
@@ -90,7 +89,7 @@ def test_a_piece_without_tokens_is_the_same_for_every_bucket():
 @pytest.mark.parametrize("bucket", [0, 1, 2, 5])
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 def test_specialised_programs_equal_the_model(bucket, compiler):
-    def function(m: nn.Module, x: torch.Tensor) -> Any:
+    def function(m: Any, x: torch.Tensor) -> Any:
         n = x.shape[0]
         y = applied(x @ m.weight) + torch.arange(n)[:, None]
         return y * n, torch.full((n * 2,), 1.0), n + 1
@@ -106,13 +105,13 @@ def test_specialised_programs_equal_the_model(bucket, compiler):
 
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 def test_another_dim_stays_symbolic_when_tokens_is_filled_in(compiler):
-    def function(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def function(m: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return applied(x @ y.t()) * y.shape[0] + y.sum()
 
     inputs = {"x": torch.randn(4, 4), "y": torch.randn(3, 4)}
     also = [{"x": torch.randn(4, 4), "y": torch.randn(n, 4)} for n in (0, 1, 2, 9)]
 
-    def summed(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def summed(m: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return function(m, x, y).sum(-1)
 
     assert_equals_model(Fn(summed), inputs, TWO, compiler=compiler, bucket=4, also=also)
@@ -125,7 +124,7 @@ def test_another_dim_stays_symbolic_when_tokens_is_filled_in(compiler):
 def test_a_specialised_piece_writes_into_a_slice_of_a_static_buffer(compiler):
     """The slice is symbolic and the buffer is not: filled in, they must still share memory."""
 
-    def function(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def function(m: Any, x: torch.Tensor) -> torch.Tensor:
         rows = torch.as_strided(m.cache, (x.shape[0], 4), (4, 1))
         out = applied(x + 0)
         rows.add_(out)
@@ -199,7 +198,7 @@ def test_every_piece_keeps_the_guards_under_which_it_was_compiled(restricting):
 def test_pieces_without_tokens_take_no_interval(restricting):
     """They are shared by traces of any interval."""
 
-    def function(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def function(m: Any, x: torch.Tensor) -> torch.Tensor:
         x = x * 2
         accumulate(x, m.cache)
         return m.cache + 1

@@ -1,4 +1,4 @@
-"""What the tests of graphs/ share: split ops whose bodies count, tiny modules, and the way from a module to a program."""
+"""What the tests of graphs/ share: split ops whose bodies count, tiny modules, the way from a module to a program."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def assert_equals_model(
     bucket: int | None = None,
     also: Sequence[Mapping[str, Any]] = (),
 ) -> Program:
-    """A program made for `inputs` does what the model does, there and for `also`: outputs, inputs and buffers after it."""
+    """A program made for `inputs` does what the model does, there and for `also`: outputs, inputs and buffers."""
     reference = copy.deepcopy(model)
     program = make_program(model, inputs, dynamic_dims, compiler=compiler, bucket=bucket)
     for each in (inputs, *also):
