@@ -96,9 +96,14 @@ def test_fast_work_shows_nothing(monkeypatch):
 
 def test_slow_work_that_fails_still_ends_its_display(monkeypatch):
     stderr = stderr_of(monkeypatch)
-    with pytest.raises(ValueError, match="broken"), Progress("compiling"):
-        _wait_for(lambda: stderr.getvalue())
-        raise ValueError("broken")
+
+    def broken():
+        with Progress("compiling"):
+            _wait_for(lambda: stderr.getvalue())
+            raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        broken()
     assert stderr.getvalue().count("\n") == 2
 
 
