@@ -152,6 +152,7 @@ class AttentionForward(Protocol):
         out: torch.Tensor,
         scale: float,
         context: AttentionContext,
+        /,
     ) -> None: ...
 
 
