@@ -21,7 +21,6 @@ from torch.utils._sympy.printers import PythonPrinter
 
 from ..errors import DynamicDimError, GuardError
 from .bindings import Bindings, FrozenTensor
-from .inputs import TOKENS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,27 +52,36 @@ class Condition:
     where: str
 
 
-def valid_interval(
+Intervals = Mapping[str, Interval]
+"""Dynamic dim name -> the sizes for which a program is proven valid."""
+
+
+def intersect(left: Intervals, right: Intervals) -> Intervals:
+    """The sizes that are in both; a name that only one of them has keeps its interval."""
+    return {name: left.get(name, ANY_SIZE) & right.get(name, ANY_SIZE) for name in {**left, **right}}
+
+
+def valid_intervals(
     graph_module: torch.fx.GraphModule,
     shape_env: ShapeEnv,
     symbols: Mapping[str, set[sympy.Symbol]],
     sizes: Mapping[str, int],
-) -> Interval:
-    """The numbers of tokens for which a trace made at `sizes` is valid; takes the proven assertions out of the graph.
+) -> Intervals:
+    """The sizes for which a trace made at `sizes` is valid; takes the proven assertions out of the graph.
 
     Raises:
-        DynamicDimError: the trace holds for one number of tokens only.
-        GuardError: it holds for sizes that are no interval, or another dynamic dim is restricted.
+        DynamicDimError: the trace holds for one size of a dim only.
+        GuardError: it holds for sizes that are no interval, or for related sizes of several dims.
     """
     conditions = list(_conditions(shape_env))
     conditions += _take_assertions(graph_module)
     return solve(conditions, shape_env, symbols, sizes)
 
 
-def interval_after_compile(
+def intervals_after_compile(
     shape_env: ShapeEnv, symbols: Mapping[str, set[sympy.Symbol]], sizes: Mapping[str, int]
-) -> Interval:
-    """The interval once a compiler has added its own guards to the trace's ShapeEnv. Raises as `valid_interval`."""
+) -> Intervals:
+    """The intervals once a compiler has added its own guards to the trace's ShapeEnv. Raises as `valid_intervals`."""
     return solve(list(_conditions(shape_env)), shape_env, symbols, sizes)
 
 
@@ -125,53 +133,46 @@ def solve(
     shape_env: ShapeEnv,
     symbols: Mapping[str, set[sympy.Symbol]],
     sizes: Mapping[str, int],
-) -> Interval:
-    """Intersects the symbols' ranges with every condition, around the size that was traced."""
+) -> Intervals:
+    """Intersects the symbols' ranges with every condition, around the sizes that were traced."""
     canonical = {symbol: sympy.Symbol(name, integer=True) for name, group in symbols.items() for symbol in group}
     backed = {symbol for symbol in shape_env.var_to_range if not shape_env.is_unbacked_symint(symbol)}
-    tokens = sympy.Symbol(TOKENS, integer=True)
-    interval = ANY_SIZE
-    for name, group in symbols.items():
-        for symbol in group:
-            known = shape_env.var_to_range.get(symbol)
-            low = int(known.lower) if known is not None and known.lower.is_finite else 0
-            high = None if known is None or known.upper in (int_oo, sympy.oo) else int(known.upper)
-            own = Interval(max(low, 0), None if high is not None and high >= 2**62 else high)
-            if name == TOKENS:
-                interval &= own
-            elif own not in _ANY_OTHER_SIZE:
-                raise GuardError(_restricts_other(name, str(own), "a range of its ShapeEnv"))
+    intervals = {name: _range(shape_env, group) for name, group in symbols.items()}
     for condition in conditions:
         expr = _plain(condition.expr).xreplace({_plain(s): c for s, c in canonical.items()})
         if expr in (True, sympy.true):
             continue
         free = expr.free_symbols
-        if free == {tokens}:
-            interval &= _solve_one(expr, tokens, sizes.get(TOKENS, 2), condition)
-        elif len(free) == 1 and free <= set(canonical.values()) and _holds_anyway(expr, sizes, condition):
-            continue
+        if len(free) == 1 and free <= set(canonical.values()):
+            (symbol,) = free
+            intervals[symbol.name] &= _solve_one(expr, symbol, sizes.get(symbol.name, 2), condition)
         elif free <= set(canonical.values()) or free & set(map(_plain, backed)):
             # What is on data-dependent symbols alone is asserted by the graph itself.
-            raise GuardError(_restricts_other(", ".join(sorted(map(str, free))), str(expr), condition.where))
-    if interval.high is not None and interval.high <= interval.low:
-        raise DynamicDimError(
-            f"trace: the dim {TOKENS!r} was declared dynamic, but the model holds only for size {interval.low} "
-            f"({_origin(conditions, tokens)}); take the dim out of dynamic_dims or make the model hold for every size"
-        )
+            raise GuardError(
+                f"trace: the model holds only if `{expr}` ({condition.where}), a condition on "
+                f"{' and '.join(sorted(map(str, free))) or 'no dim'} that no interval of one dim describes; remove the "
+                f"condition, or take the dims out of dynamic_dims"
+            )
+    for name, interval in intervals.items():
+        if interval.high is not None and interval.high <= interval.low:
+            raise DynamicDimError(
+                f"trace: the dim {name!r} was declared dynamic, but the model holds only for size {interval.low} "
+                f"({_origin(conditions)}); take the dim out of dynamic_dims or make the model hold for every size"
+            )
+    return intervals
+
+
+def _range(shape_env: ShapeEnv, group: Iterable[sympy.Symbol]) -> Interval:
+    """What the ShapeEnv knows of a dim's symbols; a backed one starts at 2."""
+    interval = ANY_SIZE
+    for symbol in group:
+        known = shape_env.var_to_range.get(symbol)
+        if known is None:
+            continue
+        low = int(known.lower) if known.lower.is_finite else 0
+        high = None if known.upper in (int_oo, sympy.oo) else int(known.upper)
+        interval &= Interval(max(low, 0), None if high is not None and high >= 2**62 else high)
     return interval
-
-
-_ANY_OTHER_SIZE = (ANY_SIZE, Interval(2))
-"""From 2 when backed: `Program` checks that on each call."""
-
-
-def _holds_anyway(expr: Any, sizes: Mapping[str, int], condition: Condition) -> bool:
-    """Whether a condition on one other dim than `tokens` restricts nothing."""
-    (symbol,) = expr.free_symbols
-    try:
-        return _solve_one(expr, symbol, max(sizes.get(symbol.name, 2), 2), condition) in _ANY_OTHER_SIZE
-    except GuardError:
-        return False
 
 
 def _plain(expr: Any) -> Any:
@@ -200,7 +201,7 @@ def _solve_one(expr: Any, symbol: sympy.Symbol, traced_at: int, condition: Condi
     if scanned is not None:
         return scanned
     raise GuardError(
-        f"trace: the model decides on the number of tokens by `{expr}` ({condition.where}), which holds for sizes that "
+        f"trace: the model decides on the size of {symbol} by `{expr}` ({condition.where}), which holds for sizes that "
         f"are no interval; decide on a size range, move the code into a split op's body, or use compiler='eager'"
     )
 
@@ -251,15 +252,8 @@ def _linear(kind: Any, root: Any, rising: bool, traced_at: int, condition: Condi
     return Interval(floor, floor)
 
 
-def _origin(conditions: Iterable[Condition], tokens: sympy.Symbol) -> str:
+def _origin(conditions: Iterable[Condition]) -> str:
     return "; ".join(f"{c.expr} at {c.where}" for c in conditions) or "its range"
-
-
-def _restricts_other(name: str, expr: str, where: str) -> str:
-    return (
-        f"trace: the model holds only if `{expr}` ({where}), a restriction on the dynamic dim {name}; only "
-        f"{TOKENS!r} may be restricted, to an interval. Take the dim out of dynamic_dims, or remove the condition"
-    )
 
 
 _STATE_GUARDS = frozenset({"EQUALS_MATCH", "CONSTANT_MATCH", "BOOL_MATCH", "NONE_MATCH", "ID_MATCH", "NOT_NONE_MATCH"})
@@ -284,4 +278,13 @@ def frozen_state(guards: Sequence[Any], bindings: Bindings) -> tuple[str, ...]:
 
 _MISSING = object()
 
-__all__ = ["ANY_SIZE", "Condition", "Interval", "frozen_state", "interval_after_compile", "valid_interval"]
+__all__ = [
+    "ANY_SIZE",
+    "Condition",
+    "Interval",
+    "Intervals",
+    "frozen_state",
+    "intersect",
+    "intervals_after_compile",
+    "valid_intervals",
+]

@@ -17,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
-from ..errors import CompileError, InputError, TraceError
+from ..errors import CompileError, TraceError
 from ..phases import Compiler
 from . import audit
 from .bindings import InputBinding, ModelTensor, SizeBinding
@@ -39,8 +39,8 @@ class CompiledPiece:
     """What a compiler made of one fingerprint."""
 
     call: CompiledCallable
-    interval: audit.Interval
-    """The numbers of tokens for which it is valid: compilers add guards of their own."""
+    intervals: audit.Intervals
+    """The sizes for which it is valid, of the dims that it depends on: compilers add guards of their own."""
     seconds: float
 
 
@@ -77,7 +77,7 @@ class PiecewiseGraph:
             CompileError: a compiler failed on a piece.
         """
         calls: dict[str, CompiledCallable] = {}
-        interval = self.traced.interval
+        intervals = self.traced.intervals
         with recorder.progress("compiling the general program", total=self.num_distinct) as advance:
             for piece in self.split.pieces:
                 key = (self.fingerprints[piece.name], compiler)
@@ -87,9 +87,9 @@ class PiecewiseGraph:
                         "compile_general", seconds=compiled[key].seconds, fingerprint=key[0], compiler=str(compiler)
                     )
                     advance()
-                interval &= compiled[key].interval
+                intervals = audit.intersect(intervals, compiled[key].intervals)
                 calls[piece.name] = compiled[key].call
-        return Program(self, calls, kind="general", interval=interval)
+        return Program(self, calls, kind="general", intervals=intervals)
 
     def compile_specialized(
         self, bucket: int, compiler: Compiler, compiled: CompiledPieces, recorder: Recorder
@@ -101,6 +101,7 @@ class PiecewiseGraph:
         """
         calls: dict[str, CompiledCallable] = {}
         values = {self._symbol: bucket} if self._symbol is not None else {}
+        intervals = self.traced.intervals
         with recorder.progress(f"compiling bucket {bucket}", total=self.num_distinct) as advance:
             for piece in self.split.pieces:
                 special = specialize(piece.graph_module, values, self.fake_mode)
@@ -115,32 +116,37 @@ class PiecewiseGraph:
                         bucket=bucket,
                     )
                     advance()
+                intervals = audit.intersect(intervals, compiled[key].intervals)
                 calls[piece.name] = _pick(compiled[key].call, special.kept)
-        return Program(self, calls, kind="specialized", interval=audit.Interval(bucket, bucket))
+        exact = {TOKENS: audit.Interval(bucket, bucket)}
+        return Program(self, calls, kind="specialized", intervals={**intervals, **exact})
 
     def _compile(self, graph_module: GraphModule, compiler: Compiler) -> CompiledPiece:
         started = time.perf_counter()
         call = compile_piece(compiler, graph_module, self.fake_mode)
         try:
-            interval = self._audit()
+            intervals = self._audit()
         except TraceError as error:
             raise CompileError(f"compiler {compiler}: it added a condition that cannot be kept. {error}") from error
-        if not self._grows_with_tokens(graph_module):
-            interval = audit.ANY_SIZE
-        return CompiledPiece(call=call, interval=interval, seconds=time.perf_counter() - started)
+        # The ShapeEnv is the whole trace's; a piece is shared by other traces, which may hold for other sizes.
+        own = self._dims_of(graph_module)
+        own_intervals = {name: interval for name, interval in intervals.items() if name in own}
+        return CompiledPiece(call=call, intervals=own_intervals, seconds=time.perf_counter() - started)
 
-    def _grows_with_tokens(self, graph_module: GraphModule) -> bool:
-        """Whether a piece has the size `tokens` among its placeholders. Others are shared by traces of any interval."""
+    def _dims_of(self, graph_module: GraphModule) -> set[str]:
+        """Names of the dynamic dims that a piece's placeholders depend on."""
         examples = (node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder"))
         sizes = (s for e in examples for s in ((*e.shape, *e.stride()) if isinstance(e, torch.Tensor) else (e,)))
-        return any(isinstance(s, torch.SymInt) and self._symbol in s.node.expr.free_symbols for s in sizes)
+        free = {symbol for s in sizes if isinstance(s, torch.SymInt) for symbol in s.node.expr.free_symbols}
+        return {name for name, symbol in self.traced.symbols.items() if symbol in free}
 
-    def _audit(self) -> audit.Interval:
+    def _audit(self) -> audit.Intervals:
         symbols = {name: {symbol} for name, symbol in self.traced.symbols.items()}
-        return audit.interval_after_compile(self.traced.shape_env, symbols, {TOKENS: max(self.traced.interval.low, 2)})
+        traced_at = {name: max(interval.low, 2) for name, interval in self.traced.intervals.items()}
+        return audit.intervals_after_compile(self.traced.shape_env, symbols, traced_at)
 
     def _text(self, graph_module: GraphModule) -> str:
-        intervals = {self._symbol: self.traced.interval} if self._symbol is not None else {}
+        intervals = {symbol: self.traced.intervals[name] for name, symbol in self.traced.symbols.items()}
         return canonical_text(graph_module, intervals=intervals, ambient=self._ambient)
 
     def _output_rows(self) -> Mapping[str, Rows]:
@@ -191,37 +197,29 @@ class Program:
         calls: Mapping[str, CompiledCallable],
         *,
         kind: ProgramKind,
-        interval: audit.Interval,
+        intervals: audit.Intervals,
     ) -> None:
         self.graph = graph
         self.kind = kind
-        self.interval = interval
+        self.intervals = intervals
         self.rows: Mapping[str, Rows] | None = graph.rows
         self.written_inputs = graph.written_inputs
         self._bindings = graph.traced.bindings
         self._output = graph.traced.output
         self._calls = calls
         self._forward = _link(graph.split.root, calls)
-        # torch takes 0 and 1 for constants in a backed trace, and the interval speaks of tokens only.
-        backed = graph.traced.mode == "backed"
-        self._two_or_more = tuple(name for name in graph.traced.symbols if backed and name != TOKENS)
+
+    @property
+    def interval(self) -> audit.Interval:
+        """The numbers of tokens for which it is valid."""
+        return self.intervals.get(TOKENS, audit.ANY_SIZE)
 
     def holds_at(self, sizes: Mapping[str, int]) -> bool:
         """Whether the program is valid at these sizes, by name."""
-        return sizes[TOKENS] in self.interval and all(sizes[name] >= 2 for name in self._two_or_more)
+        return all(sizes[name] in interval for name, interval in self.intervals.items())
 
     def __call__(self, tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> Any:
-        """Runs the forward on inputs of a size in `interval`, under the caller's grad mode and step context.
-
-        Raises:
-            InputError: another dynamic dim is 0 or 1, and the model decided on a size when it was traced.
-        """
-        for name in self._two_or_more:
-            if sizes[name] < 2:
-                raise InputError(
-                    f"inputs: the dim {name!r} is {sizes[name]}, and the program holds from 2 on, since the model "
-                    f"decides on a size ({self.graph.traced.unbacked_failure}); pad it to 2, or use compiler='eager'"
-                )
+        """Runs the forward at sizes where it `holds_at`, under the caller's grad mode and step context."""
         outputs = self._forward(*self._bindings.arguments(tensors, sizes))
 
         def leaf(path: str, value: Any) -> Any:

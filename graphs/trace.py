@@ -32,7 +32,7 @@ from .dynamo import (
     traceable_forward,
     unchanged,
 )
-from .inputs import InputContract, Signature
+from .inputs import TOKENS, InputContract, Signature
 from .outputs import map_leaves
 
 
@@ -62,8 +62,8 @@ class Traced:
     """The model's output structure with `OutputRef`, `BindingRef` or constants as leaves."""
     symbols: Mapping[str, sympy.Symbol]
     """Dynamic dim name -> its symbol."""
-    interval: audit.Interval
-    """The numbers of tokens for which the trace is valid."""
+    intervals: audit.Intervals
+    """The sizes for which the trace is valid, of each dynamic dim that the graph depends on."""
     frozen: tuple[str, ...]
     """Guards on Python state that the trace read once: a change of that state is not seen."""
     shape_env: ShapeEnv
@@ -72,6 +72,11 @@ class Traced:
     """Why the trace is backed, when it is."""
     guards: GuardCheck | None = None
     """Under `evaluate_guards`: raises when a new trace would be needed."""
+
+    @property
+    def interval(self) -> audit.Interval:
+        """The numbers of tokens for which the trace is valid."""
+        return self.intervals.get(TOKENS, audit.ANY_SIZE)
 
 
 def trace(
@@ -159,13 +164,13 @@ def _read(
     symbols = _symbols(capture, contract)
     bindings = Bindings(tuple(_bind(p, v, index, symbols) for p, v in capture.placeholders()))
     _rename_placeholders(capture.graph_module, bindings)
-    interval = audit.valid_interval(capture.graph_module, capture.shape_env, symbols, sizes)
+    intervals = audit.valid_intervals(capture.graph_module, capture.shape_env, symbols, sizes)
     return Traced(
         graph_module=capture.graph_module,
         bindings=bindings,
         output=_output_structure(returned, capture, index),
         symbols={name: min(group, key=str) for name, group in symbols.items()},
-        interval=interval,
+        intervals=intervals,
         frozen=audit.frozen_state(capture.guards, bindings),
         shape_env=capture.shape_env,
     )

@@ -68,6 +68,7 @@ def _trace(program: Program, family: ProgramFamily) -> dict[str, Any]:
         "compiler": str(family.compiler),
         "mode": graph.traced.mode,
         "valid_for": str(program.interval),
+        "intervals": {name: str(interval) for name, interval in program.intervals.items()},
         "pieces": len(graph.split.pieces),
         "distinct_pieces": graph.num_distinct,
         "opaque_regions": graph.split.num_opaque,
@@ -88,6 +89,10 @@ def _entry(entry: Entry) -> dict[str, Any]:
     }
 
 
+def _sizes(intervals: dict[str, str]) -> str:
+    return " and ".join(f"{interval} {name}" for name, interval in intervals.items()) or "any size"
+
+
 _MAX_FROZEN = 2
 """Values shown; `as_dict` has all of them."""
 
@@ -101,7 +106,7 @@ def _lines(data: dict[str, Any]) -> Iterator[str]:
     yield from (f"  {reason}" for reason in data["reasons"])
     for trace in data["traces"]:
         yield (
-            f"trace ({trace['inputs']}): {trace['mode']}, valid for {trace['valid_for']} tokens, "
+            f"trace ({trace['inputs']}): {trace['mode']}, valid for {_sizes(trace['intervals'])}, "
             f"{trace['pieces']} pieces ({trace['distinct_pieces']} distinct), {trace['opaque_regions']} opaque regions"
         )
         if trace["frozen"]:

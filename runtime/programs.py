@@ -11,7 +11,6 @@ import torch
 from torch._dynamo.exc import RecompileError as DynamoRecompileError
 
 from ..errors import CompileError, RecompileError, TraceError
-from ..graphs.audit import ANY_SIZE, Interval
 from ..graphs.debug import MutationWitness
 from ..graphs.inputs import TOKENS, BoundInputs, Constant, InputContract, Signature
 from ..graphs.outputs import Rows
@@ -29,11 +28,12 @@ class AnyProgram(Protocol):
     """What an entry can hold: the eager forward, or a compiled program."""
 
     kind: ProgramKind
-    interval: Interval
     rows: Mapping[str, Rows] | None
     """Which output dims grow with `tokens`; None when only the run can tell."""
     written_inputs: tuple[str, ...]
     """Inputs that it writes into: what a padded copy got is copied back."""
+
+    def holds_at(self, sizes: Mapping[str, int]) -> bool: ...
 
     def __call__(self, tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> Any: ...
 
@@ -42,13 +42,16 @@ class EagerProgram:
     """The model's own forward. It needs no bucket, so it runs at the size that was asked for."""
 
     kind: ProgramKind = "eager"
-    interval = ANY_SIZE
     rows: Mapping[str, Rows] | None = None
     written_inputs: tuple[str, ...] = ()
 
     def __init__(self, model: torch.nn.Module, constants: tuple[tuple[str, Constant], ...]) -> None:
         self._model = model
         self._constants = dict(constants)
+
+    def holds_at(self, sizes: Mapping[str, int]) -> bool:
+        """Always: nothing was assumed."""
+        return True
 
     def __call__(self, tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> Any:
         """Runs the forward on the inputs as they are."""
@@ -63,6 +66,10 @@ class Choice:
     """None when no trace holds at this size: the eager forward has to do."""
     size: int
     fallback: str | None = None
+
+
+Sizes = frozenset[tuple[str, int]]
+"""Sizes by name, as a key."""
 
 
 class ProgramFamily:
@@ -85,9 +92,9 @@ class ProgramFamily:
         self._contract = contract
         self._compiled = compiled
         self._witness = witness
-        self._specialized: dict[int, Program] = {}
-        self._hopeless: set[int] = set()
-        self._failures: dict[int, TraceError | CompileError] = {}
+        self._specialized: dict[tuple[int, Program], Program] = {}
+        self._hopeless: set[Sizes] = set()
+        self._failures: dict[Sizes, TraceError | CompileError] = {}
 
     def choose(self, size: int, sizes: Mapping[str, int], recorder: Recorder) -> Choice:
         """The general program valid at `size` tokens, traced and compiled now if there is none.
@@ -99,43 +106,57 @@ class ProgramFamily:
             TraceError: the model cannot be traced at this size.
             CompileError: a compiler failed.
         """
-        found = self._find(size)
+        sizes = {**sizes, TOKENS: size}
+        found = self._find(size, sizes)
         if found is not None:
             return found
-        if size in self._hopeless or len(self.general) >= MAX_TRACES:
+        key = frozenset(sizes.items())
+        if key in self._hopeless or len(self.general) >= MAX_TRACES or self._no_trace_could_hold(sizes):
             return Choice(program=None, size=size, fallback="no trace is valid at this size: eager")
-        if size in self._failures:
-            raise self._failures[size]
+        self._raise_known_failure(key)
         another = bool(self.general)
         try:
-            self.general.append(self._trace({**sizes, TOKENS: size}, recorder))
+            self.general.append(self._trace(sizes, recorder))
         except (TraceError, CompileError) as error:
-            # Raised again without another attempt: each step would pay for it.
-            self._failures[size] = error
+            self._failures[key] = error
             raise
         if another:
-            recorder.fallback("the size is outside of every program's interval: traced another program", size=size)
-        found = self._find(size)
+            recorder.fallback("the size is outside of every program's interval: traced another program", sizes=sizes)
+        found = self._find(size, sizes)
         if found is None:
-            self._hopeless.add(size)
-            return self.choose(size, sizes, recorder)
+            self._hopeless.add(key)
+            return Choice(program=None, size=size, fallback="no trace is valid at this size: eager")
         return found
 
-    def _find(self, size: int) -> Choice | None:
+    def _find(self, size: int, sizes: Mapping[str, int]) -> Choice | None:
         for program in self.general:
-            if size in program.interval:
+            if program.holds_at(sizes):
                 return Choice(program=program, size=size)
         for program in self.general:
-            if program.graph.traced.mode == "backed" and size < program.interval.low == 2:
+            backed = program.graph.traced.mode == "backed"
+            if backed and size < program.interval.low == 2 and program.holds_at({**sizes, TOKENS: 2}):
                 return Choice(program=program, size=2, fallback="padded up to the program's interval")
         return None
 
+    def _no_trace_could_hold(self, sizes: Mapping[str, int]) -> bool:
+        """A model that had to be traced backed once never holds for a 0 or 1, and only `tokens` can be padded up."""
+        backed = any(program.graph.traced.mode == "backed" for program in self.general)
+        return backed and any(size < 2 for name, size in sizes.items() if name != TOKENS)
+
+    def _raise_known_failure(self, key: Sizes) -> None:
+        """Raises a failure again without another attempt: each step would pay for it."""
+        if key in self._failures:
+            raise self._failures[key]
+        if len(self._failures) >= MAX_TRACES:
+            raise next(reversed(self._failures.values()))
+
     def specialized(self, bucket: int, general: Program, recorder: Recorder) -> Program:
         """The program for exactly `bucket` tokens, compiled now if there is none. Raises: CompileError."""
-        if bucket not in self._specialized:
+        key = (bucket, general)
+        if key not in self._specialized:
             program = general.graph.compile_specialized(bucket, self.compiler, self._compiled, recorder)
-            self._specialized[bucket] = self._prepare(program)
-        return self._specialized[bucket]
+            self._specialized[key] = self._prepare(program)
+        return self._specialized[key]
 
     def _trace(self, sizes: Mapping[str, int], recorder: Recorder) -> Program:
         registry.load_entry_points()

@@ -108,13 +108,14 @@ class Runtime:
             raise RuntimeClosedError("run: this Runtime was closed; make a new one")
         phase = _phase(phase)
         bound = self._contract.bind(inputs)
-        entry, program, size = self._pick(phase, bound)
+        entry, program, sizes = self._pick(phase, bound)
+        size = sizes[TOKENS]
         if self._witness is not None:
             check_guards(program, bound)
         tensors = bound.tensors if program.kind == "eager" else self._contract.pad_to_bucket(bound, size)
         padded_context = _pad_context(context, bound, size)
         with torch.inference_mode(), use_context(padded_context):
-            outputs = program(tensors, {**bound.sizes, TOKENS: size})
+            outputs = program(tensors, sizes)
             for name in program.written_inputs:
                 self._contract.copy_back(name, bound.tensors[name], tensors[name])
             outputs = self._outputs.cut(outputs, padded=size, num_tokens=bound.num_tokens, rows=program.rows)
@@ -211,23 +212,25 @@ class Runtime:
             )
         return [BoundInputs({}, signature, _free_sizes(signature)) for signature in signatures]
 
-    def _pick(self, phase: Phase, bound: BoundInputs) -> tuple[Entry, AnyProgram, int]:
-        """The entry for a step, the program that runs, and the number of tokens it runs at."""
+    def _pick(self, phase: Phase, bound: BoundInputs) -> tuple[Entry, AnyProgram, Mapping[str, int]]:
+        """The entry for a step, the program that runs, and the sizes it runs at."""
         num_tokens = bound.num_tokens
         bucket, why = self.resolved.ladders[phase].choose(num_tokens, self.config.phase(phase).max_padding_waste)
         if bucket is None:
             self._recorder.within(Scope(phase=phase, in_step=True)).fallback(why or "above the ladder")
         entry = self._entries.get((phase, bound.signature, bucket)) or self._build(phase, bound, bucket, in_step=True)
-        if entry.size is not None:
-            return entry, entry.program, entry.size
-        if num_tokens in entry.program.interval or entry.family is None:
-            return entry, entry.program, num_tokens
-        # A step without padding, at a size for which the entry's program does not hold.
+        size = entry.size if entry.size is not None else num_tokens
+        sizes = {**bound.sizes, TOKENS: size}
+        if entry.program.holds_at(sizes) or entry.family is None:
+            return entry, entry.program, sizes
+        # A step without padding, or with another dim, at a size for which the entry's program does not hold.
+        recorder = self._recorder.within(Scope(phase=phase, in_step=True))
         with self._build_lock:
-            choice = entry.family.choose(
-                num_tokens, bound.sizes, self._recorder.within(Scope(phase=phase, in_step=True))
-            )
-        return entry, choice.program or EagerProgram(self.model, bound.signature.constants), choice.size
+            choice = entry.family.choose(size, bound.sizes, recorder)
+        if choice.fallback is not None:
+            recorder.fallback(choice.fallback, sizes=sizes)
+        program = choice.program or EagerProgram(self.model, bound.signature.constants)
+        return entry, program, {**sizes, TOKENS: choice.size if choice.program is not None else num_tokens}
 
     def _build(self, phase: Phase, bound: BoundInputs, bucket: int | None, *, in_step: bool) -> Entry:
         """Makes the entry of a bucket: the only place where programs are traced and compiled."""

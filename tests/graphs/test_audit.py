@@ -27,10 +27,12 @@ def test_text():
     assert str(ANY_SIZE) == "[0, inf)"
 
 
-def solved(*conditions: sympy.Basic, traced_at: int = 10) -> Interval:
+def solved(*conditions: sympy.Basic, traced_at: int = 10, dim: str = "tokens") -> Interval:
     symbols = {"tokens": {N}, "rows": {ROWS}}
     listed = [Condition(condition, "model.py:7") for condition in conditions]
-    return solve(listed, ShapeEnv(), symbols, {"tokens": traced_at, "rows": 3})
+    found = solve(listed, ShapeEnv(), symbols, {"tokens": traced_at, "rows": 3})
+    assert all(interval == ANY_SIZE for name, interval in found.items() if name != dim)
+    return found[dim]
 
 
 RELATIONS = [sympy.Lt, sympy.Le, sympy.Gt, sympy.Ge, sympy.Ne]
@@ -93,12 +95,26 @@ def test_one_size_is_no_dynamic_dim():
         solved(sympy.Eq(N, 7), traced_at=7)
 
 
-@pytest.mark.parametrize("condition", [ROWS < 8, sympy.Eq(sympy.Mod(ROWS, 2), 1), N < ROWS, sympy.Eq(N, 2 * ROWS)])
-def test_other_dims_may_not_be_restricted(condition):
-    with pytest.raises(GuardError, match="dynamic dim .*rows"):
+@pytest.mark.parametrize("condition", [N < ROWS, sympy.Eq(N, 2 * ROWS)])
+def test_dims_may_not_be_related(condition):
+    with pytest.raises(GuardError, match="model.py:7.*rows and tokens that no interval of one dim describes"):
         solved(condition)
 
 
-@pytest.mark.parametrize("condition", [ROWS >= 0, ROWS >= 2, ROWS > -5, sympy.Ne(ROWS, -1)])
-def test_what_every_size_fulfils_restricts_nothing(condition):
-    assert solved(condition) == ANY_SIZE
+@pytest.mark.parametrize(
+    ("condition", "interval"),
+    [
+        (ROWS < 8, Interval(0, 7)),
+        (ROWS >= 2, Interval(2)),
+        (ROWS >= 0, ANY_SIZE),
+        (ROWS > -5, ANY_SIZE),
+        (sympy.Ne(ROWS, -1), ANY_SIZE),
+    ],
+)
+def test_each_dim_has_its_own_interval(condition, interval):
+    assert solved(condition, dim="rows") == interval
+
+
+def test_another_dim_that_is_no_interval_is_refused_too():
+    with pytest.raises(GuardError, match="size of rows .*model.py:7.*no interval"):
+        solved(sympy.Eq(sympy.Mod(ROWS, 2), 1), dim="rows")

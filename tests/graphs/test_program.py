@@ -169,6 +169,11 @@ def at_most_4096(size: Any) -> bool:
     return True
 
 
+def multiple_of_8(size: Any) -> bool:
+    torch._check(size % 8 == 0)
+    return True
+
+
 def test_a_guard_of_the_compiler_narrows_the_interval(restricting):
     """Seen with Inductor: `s <= 4096` on a program whose trace had no guard."""
     graph = graph_of(lambda m, x: applied(x + 1) * 2)
@@ -187,7 +192,7 @@ def test_every_piece_keeps_the_guards_under_which_it_was_compiled(restricting):
     compiled: CompiledPieces = {}
     graph.compile_general(Compiler.AOT_EAGER, compiled, Log())
     assert len(asked) >= 2
-    assert {piece.interval for piece in compiled.values()} == {Interval(0, 4096)}
+    assert {piece.intervals["tokens"] for piece in compiled.values()} == {Interval(0, 4096)}
     other = graph_of(lambda m, x: applied(x - 1) * 2)
     shared = [key for key in compiled if key[0] in other.fingerprints.values()]
     assert len(shared) == 1
@@ -208,14 +213,23 @@ def test_pieces_without_tokens_take_no_interval(restricting):
     compiled: CompiledPieces = {}
     program = graph.compile_general(Compiler.AOT_EAGER, compiled, Log())
     assert program.interval == Interval(0, 4096)
-    assert sorted(piece.interval.high or 0 for piece in compiled.values()) == [0, 4096]
+    assert [piece.intervals for piece in compiled.values()] == [{"tokens": Interval(0, 4096)}, {}]
 
 
-def test_a_guard_on_another_dim_is_a_compile_error(restricting):
+def test_a_guard_of_the_compiler_on_another_dim_narrows_that_dim(restricting):
     inputs = {"x": torch.randn(4, 4), "y": torch.randn(3, 4)}
     graph = graph_of(lambda m, x, y: x * 2 + y.sum(), inputs, TWO)
     restricting(lambda size: size.node.expr == graph.traced.symbols["rows"] and at_most_4096(size))
-    with pytest.raises(CompileError, match="added a condition that cannot be kept.*rows"):
+    program = graph.compile_general(Compiler.AOT_EAGER, {}, Log())
+    assert program.intervals == {"tokens": Interval(), "rows": Interval(0, 4096)}
+    assert program.holds_at({"tokens": 9999, "rows": 4096})
+    assert not program.holds_at({"tokens": 4, "rows": 4097})
+
+
+def test_a_guard_of_the_compiler_that_is_no_interval_is_a_compile_error(restricting):
+    graph = graph_of(lambda m, x: x * 2)
+    restricting(multiple_of_8)
+    with pytest.raises(CompileError, match="added a condition that cannot be kept.*no interval"):
         graph.compile_general(Compiler.AOT_EAGER, {}, Log())
 
 

@@ -240,6 +240,24 @@ def test_a_size_that_no_trace_holds_for_runs_the_models_own_forward(kit):
     assert runtime.counters["fallbacks"]["no trace is valid at this size: eager"] == 1
 
 
+def test_another_dim_outside_its_interval_takes_the_models_own_forward(kit):
+    """`shape[0] == 1` is False in a backed trace, without a guard: the program must not run at 1."""
+
+    class Model(torch.nn.Module):
+        def forward(self, x, y):
+            x = x * 2 if x.shape[0] > 8 else x * 3
+            return x + 100 * y if y.shape[0] == 1 else x + y.sum(0)
+
+    model = Model()
+    runtime = pw.Runtime(model, kit.config(), dynamic_dims={"x": 0, "y": {0: "rows"}})
+    for num_rows in (3, 1, 2, 1, 5):
+        x, y = torch.randn(4, 2), torch.randn(num_rows, 2)
+        torch.testing.assert_close(runtime.run("decode", {"x": x, "y": y}), model(x, y))
+    assert runtime.counters["traces"] == 1
+    assert runtime.counters["fallbacks"]["no trace is valid at this size: eager"] == 2
+    assert runtime.explain().as_dict()["traces"][0]["intervals"] == {"tokens": "[2, 8]", "rows": "[2, inf)"}
+
+
 def test_a_failed_trace_is_raised_again_and_not_tried_again(kit):
     attempts = []
 
