@@ -29,7 +29,7 @@ from .outputs import Rows, map_leaves
 from .recorder import Recorder
 from .specialize import specialize
 from .split import Piece, SplitGraph, split
-from .trace import BindingRef, OutputRef, Traced
+from .trace import BindingRef, OutputRef, SizeRef, Traced
 
 ProgramKind = Literal["eager", "general", "specialized"]
 
@@ -218,13 +218,25 @@ class Program:
         """Whether the program is valid at these sizes, by name."""
         return all(sizes[name] in interval for name, interval in self.intervals.items())
 
-    def __call__(self, tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> Any:
-        """Runs the forward at sizes where it `holds_at`, under the caller's grad mode and step context."""
+    def __call__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        sizes: Mapping[str, int],
+        asked: Mapping[str, int] | None = None,
+    ) -> Any:
+        """Runs the forward at sizes where it `holds_at`, under the caller's grad mode and step context.
+
+        Args:
+            tensors: the inputs, padded to `sizes`.
+            asked: the sizes without padding, which is what the model returns where it returns a size.
+        """
         outputs = self._forward(*self._bindings.arguments(tensors, sizes))
 
         def leaf(path: str, value: Any) -> Any:
             if isinstance(value, OutputRef):
                 return outputs[value.index]
+            if isinstance(value, SizeRef):
+                return value.at(asked if asked is not None else sizes)
             if isinstance(value, BindingRef):
                 return _resolve(value.binding, tensors, sizes)
             return value

@@ -77,12 +77,27 @@ def split(graph_module: GraphModule, *, keep_consecutive: bool = True) -> SplitG
     `keep_consecutive` is False. A run of nodes that computes nothing (size arithmetic, views) is left to Python.
 
     Raises:
-        TraceError: something that is neither a tensor nor a size would cross a split op.
+        TraceError: something that is neither a tensor nor a size would cross a split op, or a split op is called
+            inside a higher-order operator, where nothing can be cut.
     """
     graph = graph_module.graph
+    _check_nested(graph_module)
     _move_getitems_to_producers(graph)
     groups = _group(graph, keep_consecutive)
     return _Stitcher(graph_module, groups).stitch()
+
+
+def _check_nested(graph_module: GraphModule) -> None:
+    for name, nested in graph_module.named_modules():
+        if nested is graph_module or not isinstance(nested, GraphModule):
+            continue
+        for node in nested.graph.nodes:
+            op = registry.match(node.target) if node.op == "call_function" else None
+            if op is not None:
+                raise TraceError(
+                    f"split: {op._schema.name} is called inside a higher-order operator (graph {name!r}), such as "
+                    f"activation checkpointing or torch.cond, where the graph cannot be cut; call it outside of that"
+                )
 
 
 def _move_getitems_to_producers(graph: Graph) -> None:

@@ -43,6 +43,19 @@ class OutputRef:
         self.index = index
 
 
+class SizeRef:
+    """A leaf of the output structure: a number computed from the dynamic dims' sizes, padding not counted."""
+
+    def __init__(self, expr: sympy.Expr, symbols: Mapping[str, sympy.Symbol]) -> None:
+        self._expr = expr
+        self._symbols = symbols
+
+    def at(self, sizes: Mapping[str, int]) -> int:
+        """Its value for sizes by name."""
+        values = {symbol: sympy.Integer(sizes[name]) for name, symbol in self._symbols.items()}
+        return int(self._expr.xreplace(values))
+
+
 class BindingRef:
     """A leaf of the output structure: a placeholder that the model hands back as it is."""
 
@@ -59,7 +72,7 @@ class Traced:
     bindings: Bindings
     """What each placeholder is, in order."""
     output: Any
-    """The model's output structure with `OutputRef`, `BindingRef` or constants as leaves."""
+    """The model's output structure with `OutputRef`, `BindingRef`, `SizeRef` or constants as leaves."""
     symbols: Mapping[str, sympy.Symbol]
     """Dynamic dim name -> its symbol."""
     intervals: audit.Intervals
@@ -165,11 +178,12 @@ def _read(
     bindings = Bindings(tuple(_bind(p, v, index, symbols) for p, v in capture.placeholders()))
     _rename_placeholders(capture.graph_module, bindings)
     intervals = audit.valid_intervals(capture.graph_module, capture.shape_env, symbols, sizes)
+    names = {name: min(group, key=str) for name, group in symbols.items()}
     return Traced(
         graph_module=capture.graph_module,
         bindings=bindings,
-        output=_output_structure(returned, capture, index),
-        symbols={name: min(group, key=str) for name, group in symbols.items()},
+        output=_output_structure(returned, capture, index, names),
+        symbols=names,
         intervals=intervals,
         frozen=audit.frozen_state(capture.guards, bindings),
         shape_env=capture.shape_env,
@@ -236,7 +250,9 @@ def _rename_placeholders(graph_module: torch.fx.GraphModule, bindings: Bindings)
     graph_module.recompile()
 
 
-def _output_structure(returned: Any, capture: Capture, index: TensorIndex) -> Any:
+def _output_structure(
+    returned: Any, capture: Capture, index: TensorIndex, symbols: Mapping[str, sympy.Symbol]
+) -> Any:
     tensors = {id(t): i for i, t in enumerate(capture.stand_ins) if isinstance(t, torch.Tensor)}
     integers = {v: i for i, v in enumerate(capture.stand_ins) if isinstance(v, int)}
     floats = {v.item() for v in capture.stand_ins if isinstance(v, torch.Tensor) and v.dim() == 0}
@@ -258,13 +274,23 @@ def _output_structure(returned: Any, capture: Capture, index: TensorIndex) -> An
                 f"or compute it outside of the model"
             )
         if value is None or isinstance(value, (bool, int, float, str)):
-            return OutputRef(integers[value]) if type(value) is int and value in integers else value
+            return _size_leaf(capture, integers[value], symbols) if type(value) is int and value in integers else value
         raise TraceError(
             f"trace: output {path or 'of the model'!r} is a {type(value).__name__}; expected tensors and constants in "
             f"tuples, lists, dicts or dataclasses (for a transformers model pass use_cache=False)"
         )
 
     return map_leaves(returned, leaf)
+
+
+def _size_leaf(capture: Capture, index: int, symbols: Mapping[str, sympy.Symbol]) -> SizeRef | OutputRef:
+    assert capture.graph_module is not None
+    (outputs,) = capture.graph_module.graph.output_node().args
+    assert isinstance(outputs, (tuple, list))
+    example = example_value(outputs[index])
+    if isinstance(example, torch.SymInt) and example.node.expr.free_symbols <= set(symbols.values()):
+        return SizeRef(example.node.expr, symbols)
+    return OutputRef(index)  # computed from data
 
 
 def _explain(error: BaseException, signature: Signature, unbacked_reason: str) -> TraceError:

@@ -35,7 +35,12 @@ class AnyProgram(Protocol):
 
     def holds_at(self, sizes: Mapping[str, int]) -> bool: ...
 
-    def __call__(self, tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> Any: ...
+    def __call__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        sizes: Mapping[str, int],
+        asked: Mapping[str, int] | None = None,
+    ) -> Any: ...
 
 
 class EagerProgram:
@@ -53,7 +58,12 @@ class EagerProgram:
         """Always: nothing was assumed."""
         return True
 
-    def __call__(self, tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> Any:
+    def __call__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        sizes: Mapping[str, int],
+        asked: Mapping[str, int] | None = None,
+    ) -> Any:
         """Runs the forward on the inputs as they are."""
         return self._model(**tensors, **self._constants)
 

@@ -115,7 +115,7 @@ class Runtime:
         tensors = bound.tensors if program.kind == "eager" else self._contract.pad_to_bucket(bound, size)
         padded_context = _pad_context(context, bound, size)
         with torch.inference_mode(), use_context(padded_context):
-            outputs = program(tensors, sizes)
+            outputs = program(tensors, sizes, bound.sizes)
             for name in program.written_inputs:
                 self._contract.copy_back(name, bound.tensors[name], tensors[name])
             outputs = self._outputs.cut(outputs, padded=size, num_tokens=bound.num_tokens, rows=program.rows)

@@ -497,3 +497,20 @@ def test_random_graphs_stitched_again(steps, keep_consecutive):
     for op, count in parts.matches.items():
         assert before.count(op) + before.count(op.overloadpacket) == count
         assert op not in inside
+
+
+def test_a_split_op_where_nothing_can_be_cut_is_refused():
+    """Inside a higher-order operator it would be compiled into the piece without a word."""
+
+    def hidden(m: Any, x: torch.Tensor) -> torch.Tensor:
+        def body(x: torch.Tensor) -> torch.Tensor:
+            y = x + 1
+            out = torch.empty_like(y)
+            double(y, out)
+            return out
+
+        return torch.utils.checkpoint.checkpoint(body, x, use_reentrant=False)
+
+    traced = trace_model(Fn(hidden), {"x": torch.randn(3, 4)})
+    with pytest.raises(TraceError, match="double is called inside a higher-order operator"):
+        split(traced.graph_module)
