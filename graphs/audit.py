@@ -139,7 +139,9 @@ def solve(
     backed = {symbol for symbol in shape_env.var_to_range if not shape_env.is_unbacked_symint(symbol)}
     intervals = {name: _range(shape_env, group) for name, group in symbols.items()}
     for condition in conditions:
-        expr = _plain(condition.expr).xreplace({_plain(s): c for s, c in canonical.items()})
+        # Replaced first: two dims of one name are two symbols that the ShapeEnv knows to be equal.
+        expr = _plain(shape_env.replace(sympy.sympify(condition.expr)))
+        expr = expr.xreplace({_plain(s): c for s, c in canonical.items()})
         if expr in (True, sympy.true):
             continue
         free = expr.free_symbols

@@ -120,6 +120,10 @@ class TensorIndex:
         return dataclasses.replace(first, ties=tuple(others))
 
 
+_MODULE_INTERNALS = frozenset(torch.nn.Module().__dict__)
+"""Tables of nn.Module itself: its tensors are looked up there, and its hooks are none."""
+
+
 def _tensors_in(container: Any, table: str | None, depth: int = 0) -> Iterator[tuple[tuple[Step, ...], torch.Tensor]]:
     """Tensors in a module's table, also in lists and dicts that are its attributes."""
     items = container.items() if isinstance(container, dict) else enumerate(container)
@@ -127,7 +131,7 @@ def _tensors_in(container: Any, table: str | None, depth: int = 0) -> Iterator[t
         step = Step(table, key)
         if isinstance(value, torch.Tensor):
             yield (step,), value
-        elif isinstance(value, (list, tuple, dict)) and depth < 3 and not (depth == 0 and str(key).startswith("_")):
+        elif isinstance(value, (list, tuple, dict)) and depth < 3 and key not in _MODULE_INTERNALS:
             for steps, tensor in _tensors_in(value, None, depth + 1):
                 yield (step, *steps), tensor
 

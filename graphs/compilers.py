@@ -43,12 +43,69 @@ def compile_piece(compiler: Compiler, graph_module: GraphModule, fake_mode: Fake
     example_inputs = [node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder")]
     with COMPILE_LOCK, torch.inference_mode(), tracing(TracingContext(fake_mode)):
         try:
-            return _COMPILERS[compiler](copy.deepcopy(graph_module), example_inputs)
+            compiled = _COMPILERS[compiler](copy.deepcopy(graph_module), example_inputs)
         except Exception as error:
             raise CompileError(
                 f"compiler {compiler}: failed on a piece of {len(graph_module.graph.nodes)} nodes "
                 f"({type(error).__name__}: {_first_line(error)}); see the cause above, or use compiler='eager'"
             ) from error
+    return compiled if compiler is Compiler.EAGER else _own_outputs(compiled, graph_module)
+
+
+def _own_outputs(compiled: CompiledCallable, graph_module: GraphModule) -> CompiledCallable:
+    """Sees to it that outputs share memory only with what they share it with in the graph.
+
+    A split op may write into an output. Inductor hands out one buffer for two outputs of equal value, or the memory of
+    an input that the piece has written (seen with torch 2.13). Which outputs that is shows at the first call and is
+    the same in each, since a compiler decides it; they are copied from then on.
+    """
+    (outputs,) = graph_module.graph.output_node().args
+    assert isinstance(outputs, (tuple, list))
+    nodes = [*graph_module.graph.find_nodes(op="placeholder"), *outputs]
+    expected = [memory_of(node) for node in nodes]
+    num_inputs = len(nodes) - len(outputs)
+    shared: list[int] | None = None
+
+    def call(*arguments: Any) -> Sequence[Any]:
+        nonlocal shared
+        results = compiled(*arguments)
+        if shared is None:
+            found = _wrongly_shared([*arguments, *results], expected, num_inputs)
+            if all(result.numel() for result in results if isinstance(result, torch.Tensor)):
+                shared = found  # empty tensors have no memory to tell by
+        else:
+            found = shared
+        if not found:
+            return results
+        return [result.clone() if i in found else result for i, result in enumerate(results)]
+
+    return call
+
+
+def _wrongly_shared(values: Sequence[Any], expected: Sequence[Any], num_inputs: int) -> list[int]:
+    """Indices of the outputs that share memory with an earlier value although their fake tensors do not."""
+    owners: dict[int, set[Any]] = {}
+    found = []
+    for i, value in enumerate(values):
+        if not isinstance(value, torch.Tensor) or not value.numel():
+            continue
+        group = owners.setdefault(value.untyped_storage().data_ptr(), set())
+        if i >= num_inputs and group and expected[i] not in group:
+            found.append(i - num_inputs)
+        else:
+            group.add(expected[i])
+    return found
+
+
+def memory_of(node: Any) -> int | None:
+    """Which memory a node's tensor is in, as a number that equals that of every node it shares it with."""
+    if not isinstance(node, torch.fx.Node):
+        return None
+    if "memory" in node.meta:  # a specialised piece, whose fake tensors were made anew
+        known: int | None = node.meta["memory"]
+        return known
+    value = node.meta.get("example_value")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
 def _first_line(error: BaseException) -> str:

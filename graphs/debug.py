@@ -28,9 +28,10 @@ class MutationWitness:
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             tensors = {n: v for n, v in {**dict(zip(names, args, strict=False)), **kwargs}.items() if n in declared}
-            before = {name: _bytes_of(tensor) for name, tensor in tensors.items() if tensor is not None}
+            before = {name: _bytes_of(value) for name, value in tensors.items()}
             result = op(*args, **kwargs)
-            changed = {name for name, data in before.items() if not torch.equal(data, _bytes_of(tensors[name]))}
+            after = {name: _bytes_of(value) for name, value in tensors.items()}
+            changed = {n for n in before if not all(map(torch.equal, before[n], after[n]))}
             with self._lock:
                 self._calls[op] = self._calls.get(op, 0) + 1
                 self._written.setdefault(op, set()).update(changed)
@@ -48,6 +49,8 @@ class MutationWitness:
         return {name: arguments for name, arguments in unwritten.items() if arguments}
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy as bytes, so that NaN equals itself."""
-    return tensor.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+def _bytes_of(value: Any) -> list[torch.Tensor]:
+    """Copies of an argument's tensors as bytes, so that NaN equals itself; an argument may be a list, or None."""
+    tensors = value if isinstance(value, (list, tuple)) else [value]
+    contiguous = [t.detach().clone(memory_format=torch.contiguous_format) for t in tensors if t is not None]
+    return [t.view(-1).view(torch.uint8) for t in contiguous]

@@ -152,6 +152,7 @@ class InputContract:
         padded = {}
         for name, tensor in bound.tensors.items():
             dims = self.dynamic_dims.get(name, {})
+            _check_pad(name, tensor, self.pad.get(name, 0))
             padded[name] = pad_tensor(tensor, dims, bucket, self.pad.get(name, 0)).contiguous() if dims else tensor
         return padded
 
@@ -175,6 +176,13 @@ def ambient_state(devices: Iterable[torch.device]) -> tuple[str, ...]:
     if torch.are_deterministic_algorithms_enabled():
         state.append("deterministic algorithms")
     return tuple(state)
+
+
+def _check_pad(name: str, tensor: torch.Tensor, value: int | float) -> None:
+    if isinstance(value, float) and not value.is_integer() and not tensor.dtype.is_floating_point:
+        raise InputError(
+            f"pad[{name!r}]: expected a value that {tensor.dtype} can hold, got {value!r}; pad with an integer"
+        )
 
 
 def pad_tensor(tensor: torch.Tensor, dims: Mapping[int, str], bucket: int, value: int | float) -> torch.Tensor:

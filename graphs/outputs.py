@@ -62,6 +62,11 @@ class OutputContract:
     """Says how each output is cut back from the padded size to the size that was asked for."""
 
     def __init__(self, output_dims: OutputDims = 0) -> None:
+        dims = output_dims.values() if isinstance(output_dims, Mapping) else (output_dims,)
+        if not all(dim is None or (isinstance(dim, int) and not isinstance(dim, bool) and dim >= 0) for dim in dims):
+            raise InputError(
+                f"output_dims: expected a dim counted from 0 or None, or these by path, got {output_dims!r}"
+            )
         self._default = output_dims if isinstance(output_dims, int) or output_dims is None else 0
         self._by_path = {str(k): v for k, v in output_dims.items()} if isinstance(output_dims, Mapping) else {}
 
@@ -83,7 +88,7 @@ class OutputContract:
             if not isinstance(value, torch.Tensor) or padded == num_tokens:
                 return value
             known = {d: 1 for d, size in enumerate(value.shape) if size == padded} if rows is None else rows[path]
-            return self._cut_leaf(path, value, num_tokens, known)
+            return self._cut_leaf(path, value, num_tokens, known, traced=rows is not None)
 
         result = map_leaves(outputs, leaf)
         strangers = sorted(set(self._by_path) - seen)
@@ -94,12 +99,15 @@ class OutputContract:
             )
         return result
 
-    def _cut_leaf(self, path: str, value: torch.Tensor, num_tokens: int, rows: Rows) -> torch.Tensor:
+    def _cut_leaf(self, path: str, value: torch.Tensor, num_tokens: int, rows: Rows, traced: bool) -> torch.Tensor:
         dim = self._by_path.get(path, self._default)
         if dim is None:
             return value
         if dim in rows:
-            return value.narrow(dim, 0, rows[dim] * num_tokens)
+            # Of an output that no one spoke of, every dim that is known to grow, such as both of a mask's.
+            for each in rows if traced and path not in self._by_path else (dim,):
+                value = value.narrow(each, 0, rows[each] * num_tokens)
+            return value
         if rows:
             raise InputError(
                 f"output {path!r}: expected the padded rows on dim {dim}, got shape {list(value.shape)} with rows on "

@@ -11,6 +11,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
+from .compilers import memory_of
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SpecializedPiece:
@@ -36,7 +38,7 @@ def specialize(
             copies[node] = value
             continue
         copies[node] = graph.placeholder(node.name)
-        copies[node].meta = {**node.meta, "example_value": value}
+        copies[node].meta = {**node.meta, "example_value": value, "memory": memory_of(node)}
         kept.append(i)
     for node in graph_module.graph.nodes:
         if node.op != "placeholder":
@@ -47,6 +49,7 @@ def specialize(
                 torch.fx.map_arg(node.kwargs, copies.__getitem__),
                 node.name,
             )
+            copies[node].meta["memory"] = memory_of(node)
     return SpecializedPiece(graph_module=GraphModule(graph_module, graph), kept=tuple(kept))
 
 

@@ -99,11 +99,12 @@ def trace(
     *,
     sizes: Mapping[str, int],
     evaluate_guards: bool = False,
+    backed: bool = False,
 ) -> Traced:
     """Traces `model(**inputs)` into one graph without running it.
 
     Dynamic dims are traced unbacked, which holds for every size; when the model decides on a size, backed, at `sizes`
-    (at least 2, since torch takes 0 and 1 for constants).
+    (at least 2, since torch takes 0 and 1 for constants). `backed` skips the first attempt.
 
     Raises:
         DynamicDimError: a declared dim did not stay a symbol.
@@ -111,19 +112,20 @@ def trace(
         TraceError: Dynamo cannot make one graph of the model, or its forward changes Python state.
     """
     with COMPILE_LOCK, torch.inference_mode():
-        try:
-            return _attempt(model, signature, contract, sizes, "unbacked", evaluate_guards)
-        except (TraceError, *DYNAMO_ERRORS) as error:
-            unbacked_failure = error
+        reason = None
+        if not backed:
+            try:
+                return _attempt(model, signature, contract, sizes, "unbacked", evaluate_guards)
+            except (TraceError, *DYNAMO_ERRORS) as error:
+                reason = _first_line(error)
         safe = {name: max(size, 2) for name, size in sizes.items()}
-        reason = _first_line(unbacked_failure)
         try:
             traced = _attempt(model, signature, contract, safe, "backed", evaluate_guards)
-            return dataclasses.replace(traced, unbacked_failure=reason)
         except TraceError:
             raise
         except DYNAMO_ERRORS as error:
             raise _explain(error, signature, reason) from error
+        return dataclasses.replace(traced, unbacked_failure=reason)
 
 
 def _attempt(
@@ -293,7 +295,7 @@ def _size_leaf(capture: Capture, index: int, symbols: Mapping[str, sympy.Symbol]
     return OutputRef(index)  # computed from data
 
 
-def _explain(error: BaseException, signature: Signature, unbacked_reason: str) -> TraceError:
+def _explain(error: BaseException, signature: Signature, unbacked_reason: str | None) -> TraceError:
     """The public error for a failed trace, with what Dynamo said and where."""
     names = [name for name, *_ in signature.tensors]
     text = re.sub(r"L\['piecework_inputs'\]\[(\d+)\]", lambda match: names[int(match[1])], str(error).strip())

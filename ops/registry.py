@@ -228,6 +228,9 @@ def _define(
     schema = _schema(body, mutates_args, qualified, location)
     namespace, _, opname = qualified.partition("::")
     with _REGISTRY.lock:
+        same = _defined_before(qualified, body)
+        if same is not None:
+            return same
         _make_room(qualified, location, body)
         library = torch.library.Library(namespace, "FRAGMENT")
         library.define(f"{opname}{schema}")
@@ -244,6 +247,14 @@ def _define(
         _REGISTRY.bodies[qualified] = body
         _REGISTRY.add(op, location)
     return op
+
+
+def _defined_before(qualified: str, body: Callable[..., Any]) -> OpOverload | None:
+    """The operator that a factory called twice made of the same lines the first time: the two are one."""
+    known, before = _REGISTRY.find(qualified), _REGISTRY.bodies.get(qualified)
+    if known is None or before is None or before.__code__ is not body.__code__ or body.__closure__:
+        return None
+    return known[0] if before.__defaults__ == body.__defaults__ else None
 
 
 def _make_room(qualified: str, location: str, body: Callable[..., Any]) -> None:
@@ -320,7 +331,10 @@ def _schema(body: Callable[..., Any], mutates_args: Sequence[str], qualified: st
 
 
 def _returned_names(body: Callable[..., Any]) -> set[str]:
-    """Names that a `return` of the function hands back as they are. Empty when there is no source to read."""
+    """Names that a `return` of the function plainly hands back. Empty when there is no source to read.
+
+    What takes another way (`y = out; return y`) is not seen here; `torch.library.opcheck` finds it.
+    """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(body)))
     except (OSError, TypeError, SyntaxError):
@@ -329,9 +343,22 @@ def _returned_names(body: Callable[..., Any]) -> set[str]:
     for function in ast.iter_child_nodes(tree):
         for node in _own_nodes(function):
             if isinstance(node, ast.Return) and node.value is not None:
-                values = node.value.elts if isinstance(node.value, (ast.Tuple, ast.List)) else [node.value]
-                names.update(value.id for value in values if isinstance(value, ast.Name))
+                names.update(_handed_back(node.value))
     return names
+
+
+def _handed_back(value: ast.expr) -> set[str]:
+    if isinstance(value, ast.Name):
+        return {value.id}
+    if isinstance(value, (ast.Tuple, ast.List)):
+        return {name for element in value.elts for name in _handed_back(element)}
+    if isinstance(value, ast.IfExp):
+        return _handed_back(value.body) | _handed_back(value.orelse)
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+        # An in-place method returns what it wrote into.
+        if value.func.attr.endswith("_") and not value.func.attr.endswith("__"):
+            return _handed_back(value.func.value)
+    return set()
 
 
 def _own_nodes(node: ast.AST) -> Iterable[ast.AST]:

@@ -22,6 +22,8 @@ class Entry:
     size: int | None
     """The number of tokens it runs at; None for whatever is asked."""
     why: str
+    fallback: str | None = None
+    """Why each of its steps is a fallback; None when it is the plain case."""
     build_s: float
     """Seconds of traces and compiles that this entry caused."""
     num_steps: int = 0

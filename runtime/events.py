@@ -74,7 +74,7 @@ class Counters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._totals: collections.Counter[str] = collections.Counter()
-        self._by_scope: dict[tuple[str, int | None], collections.Counter[str]] = {}
+        self._by_scope: dict[tuple[str, int | None], Any] = {}
         self._fallbacks: collections.Counter[str] = collections.Counter()
         self._in_step_seconds = 0.0
 
@@ -83,20 +83,26 @@ class Counters:
         assert name in COUNTERS, name
         with self._lock:
             self._totals[name] += amount
-            if scope is not None and scope.phase is not None:
-                key = (str(scope.phase), scope.bucket)
-                self._by_scope.setdefault(key, collections.Counter())[name] += amount
+            self._share(scope)[name] += amount
 
-    def add_fallback(self, reason: str) -> int:
-        """Counts one fallback under its reason; returns how many there are now."""
+    def add_fallback(self, reason: str, scope: Scope | None = None) -> int:
+        """Counts one fallback under its reason, and in the scope's `fallbacks`; returns how many there are now."""
         with self._lock:
             self._fallbacks[reason] += 1
+            self._share(scope)["fallbacks"] += 1
             return self._fallbacks[reason]
 
-    def add_in_step(self, seconds: float) -> None:
+    def add_in_step(self, seconds: float, scope: Scope | None = None) -> None:
         """Adds compile or trace time that a step waited for."""
         with self._lock:
             self._in_step_seconds += seconds
+            self._share(scope)["in_step_seconds"] += seconds
+
+    def _share(self, scope: Scope | None) -> Any:
+        """The part of a scope; one that is thrown away for what no phase caused."""
+        if scope is None or scope.phase is None:
+            return collections.Counter()
+        return self._by_scope.setdefault((str(scope.phase), scope.bucket), collections.Counter())
 
     def __getitem__(self, name: str) -> Any:
         return self.as_dict()[name]
@@ -110,8 +116,11 @@ class Counters:
                 "in_step_seconds": self._in_step_seconds,
             }
 
-    def by_phase_and_bucket(self) -> dict[tuple[str, int | None], dict[str, int]]:
-        """The counters' shares by (phase, bucket); bucket None holds what no bucket caused."""
+    def by_phase_and_bucket(self) -> dict[tuple[str, int | None], dict[str, float]]:
+        """The counters' shares by (phase, bucket), those that are not 0; bucket None holds what no bucket caused.
+
+        `fallbacks` is a number here.
+        """
         with self._lock:
             return {key: dict(counter) for key, counter in self._by_scope.items()}
 
@@ -172,12 +181,12 @@ class Recorder:
         if kind in _COUNTED:
             self.counters.add(_COUNTED[kind], scope=self.scope)
         if self.scope.in_step and kind != "entry":
-            self.counters.add_in_step(seconds)
+            self.counters.add_in_step(seconds, self.scope)
         logger.debug("%s %.3f s %s %s", kind, seconds, self.scope, detail)
 
     def fallback(self, reason: str, **detail: Any) -> None:
         """Counts a fallback; the first of each reason is an event too, and logged as a warning."""
-        if self.counters.add_fallback(reason) == 1:
+        if self.counters.add_fallback(reason, self.scope) == 1:
             extra = f" ({', '.join(f'{k}: {v}' for k, v in detail.items())})" if detail else ""
             logger.warning("%s%s", reason, extra)
             self.record("fallback", reason=reason, **detail)

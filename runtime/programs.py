@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch._dynamo.exc import RecompileError as DynamoRecompileError
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ..errors import CompileError, RecompileError, TraceError
 from ..graphs.debug import MutationWitness
@@ -168,12 +169,23 @@ class ProgramFamily:
             self._specialized[key] = self._prepare(program)
         return self._specialized[key]
 
-    def _trace(self, sizes: Mapping[str, int], recorder: Recorder) -> Program:
+    def _trace(self, sizes: Mapping[str, int], recorder: Recorder, *, backed: bool = False) -> Program:
+        graph = self._trace_graph(sizes, recorder, backed)
+        try:
+            return self._prepare(graph.compile_general(self.compiler, self._compiled, recorder))
+        except CompileError as error:
+            if graph.traced.mode == "backed" or not _needs_sizes(error):
+                raise
+            recorder.fallback("the compiler decides on a size: traced backed", because=str(error.__cause__))
+            return self._trace(sizes, recorder, backed=True)
+
+    def _trace_graph(self, sizes: Mapping[str, int], recorder: Recorder, backed: bool) -> PiecewiseGraph:
         registry.load_entry_points()
         started = time.perf_counter()
+        guarded = self._witness is not None
         with recorder.progress("tracing the model"):
             traced = trace(
-                self._model, self.signature, self._contract, sizes=sizes, evaluate_guards=self._witness is not None
+                self._model, self.signature, self._contract, sizes=sizes, evaluate_guards=guarded, backed=backed
             )
             graph = PiecewiseGraph(traced, self._contract, ambient=self.signature.ambient)
         recorder.record(
@@ -186,15 +198,24 @@ class ProgramFamily:
         if traced.unbacked_failure is not None:
             recorder.fallback("the model decides on a size: traced backed", because=traced.unbacked_failure)
         self.unmatched = registry.record_matches(graph.split.matches)
-        recorder.counters.add("pieces", len(graph.split.pieces))
-        recorder.counters.add("distinct_pieces", graph.num_distinct)
-        recorder.counters.add("opaque_regions", graph.split.num_opaque)
-        return self._prepare(graph.compile_general(self.compiler, self._compiled, recorder))
+        recorder.counters.add("pieces", len(graph.split.pieces), recorder.scope)
+        recorder.counters.add("distinct_pieces", graph.num_distinct, recorder.scope)
+        recorder.counters.add("opaque_regions", graph.split.num_opaque, recorder.scope)
+        return graph
 
     def _prepare(self, program: Program) -> Program:
         if self._witness is not None:
             program.watched(self._witness.watch)
         return program
+
+
+def _needs_sizes(error: BaseException | None) -> bool:
+    """Whether a compiler failed because a size is unknown in an unbacked trace."""
+    while error is not None:
+        if isinstance(error, GuardOnDataDependentSymNode) or "GuardOnDataDependentSymNode" in str(error):
+            return True
+        error = error.__cause__
+    return False
 
 
 def check_guards(program: AnyProgram, bound: BoundInputs) -> None:

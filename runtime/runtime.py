@@ -124,7 +124,7 @@ class Runtime:
         return outputs
 
     def warm_up(self, phase: Phase | str | None = None) -> None:
-        """Does now what the startup policy would do later, for one phase or both: every bucket of the ladder.
+        """Does now what the startup policy would do later, for one phase or both: every bucket, and what lies above.
 
         Nothing of the model runs. Raises: InputError when the inputs are not known yet; as `run` otherwise.
         """
@@ -134,6 +134,8 @@ class Runtime:
             for bound in self._known_inputs():
                 for bucket in reversed(self.resolved.ladders[each].buckets):
                     self._build(each, bound, bucket, in_step=False)
+                above = {**bound.sizes, TOKENS: self.resolved.ladders[each].max + 1}
+                self._build(each, dataclasses.replace(bound, sizes=above), None, in_step=False)
 
     @property
     def needs_trace(self) -> bool:
@@ -222,6 +224,8 @@ class Runtime:
         size = entry.size if entry.size is not None else num_tokens
         sizes = {**bound.sizes, TOKENS: size}
         if entry.program.holds_at(sizes) or entry.family is None:
+            if entry.fallback is not None:
+                self._recorder.within(Scope(phase=phase, bucket=bucket, in_step=True)).fallback(entry.fallback)
             return entry, entry.program, sizes
         # A step without padding, or with another dim, at a size for which the entry's program does not hold.
         recorder = self._recorder.within(Scope(phase=phase, in_step=True))
@@ -260,12 +264,11 @@ class Runtime:
             return entry
         size = bucket if bucket is not None else bound.num_tokens
         choice = family.choose(size, bound.sizes, recorder)
-        if choice.fallback is not None:
-            recorder.fallback(choice.fallback, size=size)
         if choice.program is None:
-            entry.why = choice.fallback or entry.why
+            entry.fallback = entry.why = choice.fallback
             return entry
         entry.family, entry.program, entry.size = family, choice.program, choice.size if bucket is not None else None
+        entry.fallback = choice.fallback
         entry.why = choice.fallback or ("general" if bucket is not None else "no bucket fits: general, unpadded")
         if bucket is not None and (config.specialize == "all" or bucket in config.specialize):
             try:

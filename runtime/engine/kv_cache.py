@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from ...errors import InputError
+from ...errors import ConfigError, InputError
 from .models.llama import Attention, LlamaForCausalLM
 
 _DEFAULT_NUM_REQS = 64
@@ -23,15 +25,22 @@ class KVCache:
     def __init__(self, model: LlamaForCausalLM, *, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._free = list(range(num_blocks - 1, -1, -1))
         parameter = model.model.embed_tokens.weight
         config = model.config
         shape = (num_blocks, block_size, config.num_kv_heads, config.head_size)
-        with torch.inference_mode():
-            for module in model.modules():
-                if isinstance(module, Attention):
-                    module.k_cache = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
-                    module.v_cache = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+        layers = [module for module in model.modules() if isinstance(module, Attention)]
+        try:
+            with torch.inference_mode():
+                for layer in layers:
+                    layer.k_cache = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+                    layer.v_cache = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+        except (RuntimeError, MemoryError) as error:
+            num_bytes = 2 * len(layers) * math.prod(shape) * parameter.element_size()
+            raise ConfigError(
+                f"num_blocks, block_size: expected a KV cache that fits into the memory of {parameter.device}, got "
+                f"{num_blocks} blocks of {block_size} tokens, {num_bytes} bytes; lower one of them"
+            ) from error
+        self._free = list(range(num_blocks - 1, -1, -1))
 
     @property
     def num_free_blocks(self) -> int:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from piecework.graphs.compilers import compile_piece
+from piecework.graphs.recorder import NullRecorder
 from piecework.phases import Compiler
 
-from .toys import Fn, applied, assert_equals_model, double
+from .toys import Fn, accumulate, applied, assert_equals_model, assert_same, double, make_program, run, run_eager
 
 
 def test_inductor_with_a_view_of_the_output_buffer_and_a_residual():
@@ -73,3 +75,47 @@ def test_a_compiler_leaves_the_piece_as_it_is():
         compile_piece(compiler, graph_module, mode)
         assert str(graph_module.graph) == before
         assert all("example_value" in n.meta for n in graph_module.graph.find_nodes(op="placeholder"))
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_outputs_share_memory_with_nothing_but_what_they_share_it_with_in_the_graph(compiler):
+    """Seen with torch 2.13: Inductor returns an input that the piece has written as the fresh copy of it, and the next
+    split op writes into both."""
+
+    def function(m: Any, x: torch.Tensor) -> Any:
+        e = x * 2
+        accumulate(x, e)
+        e[:, 2] = x[:, 1]
+        o = torch.empty_like(e)
+        o.copy_(e)
+        twin, other = e.clone(), e.clone()
+        accumulate(x, o)
+        accumulate(x, twin)
+        return e, o, other
+
+    model, inputs = Fn(function), {"x": torch.randn(3, 4)}
+    program = make_program(model, inputs, compiler=compiler)
+    special = program.graph.compile_specialized(3, Compiler(compiler), {}, NullRecorder())
+    expected = run_eager(model, inputs)
+    for _ in range(2):
+        assert_same(run(program, inputs), expected)
+        assert_same(run(special, inputs), expected)
+
+
+def test_inductor_starts_few_threads_and_leaves_the_setting_alone(monkeypatch):
+    """The hazard: up to 32 compile threads in each rank."""
+    import torch._inductor
+    import torch._inductor.config as inductor_config
+
+    before, seen = inductor_config.compile_threads, []
+
+    def fake_compile(graph_module: Any, example_inputs: Any, **kwargs: Any) -> Any:
+        seen.append(inductor_config.compile_threads)
+        return graph_module.forward
+
+    monkeypatch.setattr(torch._inductor, "standalone_compile", fake_compile)
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    make_program(Fn(lambda m, x: x + 1), {"x": torch.randn(3, 4)}, compiler="inductor")
+    assert seen == [8]
+    assert inductor_config.compile_threads == before

@@ -593,3 +593,22 @@ def test_two_threads_trace_at_once():
     for thread in threads:
         thread.join()
     assert not failures, failures
+
+
+@pytest.mark.parametrize("used", ["value", "size", "not at all"])
+def test_equal_dims_of_one_name_are_no_condition_of_a_backed_trace(used):
+    """Two inputs of one name are two symbols when backed; their equality is checked on each call instead."""
+
+    def function(m: Any, x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        x = x * 2 if x.shape[0] > 6 else x * 3
+        if used == "value":
+            return x + p[:, None]
+        return x + p.shape[0] if used == "size" else x
+
+    dims = {"x": {0: "tokens"}, "p": {0: "tokens"}}
+    for num_tokens, interval in ((3, Interval(2, 6)), (20, Interval(7))):
+        inputs = {**x_of(num_tokens), "p": torch.randn(num_tokens)}
+        program = make_program(Fn(function), inputs, dims)
+        assert program.graph.traced.mode == "backed"
+        assert program.interval == interval
+        assert_same(run(program, inputs, dims), run_eager(Fn(function), inputs))

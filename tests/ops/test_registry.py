@@ -25,6 +25,7 @@ from piecework.ops.registry import match, record_matches, split_op, split_ops
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test registers into a copy of the registry; the operators that it defined are gone afterwards."""
+    registry.load_entry_points()  # a module is imported once: what it registers must not go away with a test
     ours, theirs = registry._Registry(), registry._REGISTRY
     ours.ops.update(theirs.ops)
     ours.libraries.update(theirs.libraries)

@@ -127,9 +127,9 @@ def test_eager_compiles_nothing_after_the_constructor(kit):
     assert (counters["traces"], counters["compiles_general"], counters["compiles_specialized"]) == (1, 3, 4 * 3)
     assert counters["in_step_seconds"] == 0
     assert kit.calls.count == 0
-    with runtime.counters.expect(traces=0, compiles_general=0, compiles_specialized=0, entries=2, fallbacks=2):
-        for phase in ("decode", "prefill"):  # above the ladder: an entry without padding, counted
-            for num_tokens in (1, 2, 8, 16, 40 if phase == "prefill" else 4):
+    with runtime.counters.expect(traces=0, compiles_general=0, compiles_specialized=0, entries=0, fallbacks=2):
+        for phase in ("decode", "prefill"):
+            for num_tokens in (1, 2, 8, 16, 40 if phase == "prefill" else 4):  # one above each ladder, counted
                 assert kit.step(runtime, phase, num_tokens) < TOLERANCE
     assert runtime.counters["in_step_seconds"] == 0
 
@@ -149,8 +149,8 @@ def test_warm_up_front_loads_what_lazy_would_do(kit):
         runtime.warm_up("decode")
     with runtime.counters.expect(traces=0, compiles_general=0, compiles_specialized=0):
         kit.step(runtime, "decode", 8)
-    with runtime.counters.expect(traces=0, compiles_general=0, compiles_specialized=0, entries=2):
-        runtime.warm_up()
+    with runtime.counters.expect(traces=0, compiles_general=0, compiles_specialized=0, entries=3):
+        runtime.warm_up()  # two buckets of prefill, and what lies above
 
 
 def test_a_step_above_the_ladder_and_one_with_too_much_padding_run_unpadded_and_are_counted(kit):
@@ -470,6 +470,40 @@ def test_evaluate_guards_fails_when_the_trace_no_longer_holds(kit):
     assert any("factor = 3" in state for state in plain.explain().as_dict()["traces"][0]["frozen"])
 
 
+def test_a_compiler_that_cannot_do_without_sizes_gets_a_backed_trace(kit, monkeypatch):
+    from piecework.graphs import compilers
+
+    real = compilers._COMPILERS[pw.Compiler.AOT_EAGER]
+
+    def decides(graph_module, example_inputs):
+        if any(value.shape[0] > 0 for value in example_inputs if isinstance(value, torch.Tensor)):
+            return real(graph_module, example_inputs)
+
+    monkeypatch.setitem(compilers._COMPILERS, pw.Compiler.AOT_EAGER, decides)
+    runtime = kit.runtime(kit.Toy())
+    for num_tokens in (3, 1, 8, 30):
+        assert kit.step(runtime, "decode", num_tokens) < TOLERANCE
+    assert runtime.counters["traces"] == 2
+    assert runtime.counters["fallbacks"]["the compiler decides on a size: traced backed"] == 1
+
+
+def test_the_debug_mode_looks_into_lists(kit):
+    @pw.split_op(mutates_args=("outs",), name="piecework_test::fill")
+    def fill(x: torch.Tensor, outs: list[torch.Tensor]) -> None:
+        for out in outs:
+            out.copy_(x)
+
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            outs = [torch.zeros_like(x), torch.zeros_like(x)]
+            fill(x * 2, outs)
+            return outs[0] + outs[1]
+
+    runtime = pw.Runtime(Model(), kit.config(evaluate_guards=True), dynamic_dims={"x": 0})
+    torch.testing.assert_close(runtime.run("decode", {"x": torch.ones(2, 2)}), torch.full((2, 2), 4.0))
+    assert runtime.explain().as_dict()["never_written"] == {}
+
+
 def test_the_debug_mode_reports_a_mutation_that_never_happens(kit):
     @pw.split_op(mutates_args=("x", "out"), name="piecework_test::over_declared")
     def over_declared(x: torch.Tensor, out: torch.Tensor) -> None:
@@ -537,7 +571,8 @@ def test_structured_outputs_are_rebuilt_and_cut(kit):
     class Model(torch.nn.Module):
         def forward(self, x):
             y = x + 1
-            return Result(hidden=y, pooled=y.new_ones(8), extra={"twice": (y.repeat_interleave(2, 0), x), "n": x.shape[0] + 1})
+            extra = {"twice": (y.repeat_interleave(2, 0), x), "n": x.shape[0] + 1, "mask": x[:, 0] > y[:, :1]}
+            return Result(hidden=y, pooled=y.new_ones(8), extra=extra)
 
     runtime = pw.Runtime(Model(), kit.config(), dynamic_dims={"x": 0})
     result = runtime.run("decode", {"x": torch.zeros(5, 2)})
@@ -546,6 +581,7 @@ def test_structured_outputs_are_rebuilt_and_cut(kit):
     assert result.pooled.shape == (8,)  # of the bucket's size by chance, and no row of it is padding
     assert result.extra["twice"][0].shape == (10, 2)
     assert result.extra["twice"][1].shape == (5, 2)
+    assert result.extra["mask"].shape == (5, 5)
     assert result.extra["n"] == 6  # as the caller's input has it, without padding
 
 
