@@ -252,9 +252,7 @@ def _rename_placeholders(graph_module: torch.fx.GraphModule, bindings: Bindings)
     graph_module.recompile()
 
 
-def _output_structure(
-    returned: Any, capture: Capture, index: TensorIndex, symbols: Mapping[str, sympy.Symbol]
-) -> Any:
+def _output_structure(returned: Any, capture: Capture, index: TensorIndex, symbols: Mapping[str, sympy.Symbol]) -> Any:
     tensors = {id(t): i for i, t in enumerate(capture.stand_ins) if isinstance(t, torch.Tensor)}
     integers = {v: i for i, v in enumerate(capture.stand_ins) if isinstance(v, int)}
     floats = {v.item() for v in capture.stand_ins if isinstance(v, torch.Tensor) and v.dim() == 0}

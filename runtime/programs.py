@@ -176,7 +176,9 @@ class ProgramFamily:
         except CompileError as error:
             if graph.traced.mode == "backed" or not _needs_sizes(error):
                 raise
-            recorder.fallback("the compiler decides on a size: traced backed", because=str(error.__cause__))
+            recorder.fallback(
+                "the compiler decides on a size: traced backed", because=str(error.__cause__).strip().partition("\n")[0]
+            )
             return self._trace(sizes, recorder, backed=True)
 
     def _trace_graph(self, sizes: Mapping[str, int], recorder: Recorder, backed: bool) -> PiecewiseGraph:
