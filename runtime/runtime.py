@@ -265,7 +265,7 @@ class Runtime:
         size = bucket if bucket is not None else bound.num_tokens
         choice = family.choose(size, bound.sizes, recorder)
         if choice.program is None:
-            entry.fallback = entry.why = choice.fallback
+            entry.fallback, entry.why = choice.fallback, choice.fallback or entry.why
             return entry
         entry.family, entry.program, entry.size = family, choice.program, choice.size if bucket is not None else None
         entry.fallback = choice.fallback
