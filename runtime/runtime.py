@@ -223,11 +223,12 @@ class Runtime:
         entry = self._entries.get((phase, bound.signature, bucket)) or self._build(phase, bound, bucket, in_step=True)
         size = entry.size if entry.size is not None else num_tokens
         sizes = {**bound.sizes, TOKENS: size}
-        if entry.program.holds_at(sizes) or entry.family is None:
+        settled = entry.program.kind != "eager" and entry.program.holds_at(sizes)
+        if settled or entry.family is None:
             if entry.fallback is not None:
                 self._recorder.within(Scope(phase=phase, bucket=bucket, in_step=True)).fallback(entry.fallback)
             return entry, entry.program, sizes
-        # A step without padding, or with another dim, at a size for which the entry's program does not hold.
+        # The entry's program does not hold at this size: of a step without padding, or of another dim.
         recorder = self._recorder.within(Scope(phase=phase, in_step=True))
         with self._build_lock:
             choice = entry.family.choose(size, bound.sizes, recorder)
@@ -253,9 +254,8 @@ class Runtime:
     def _make_entry(self, phase: Phase, bound: BoundInputs, bucket: int | None, recorder: Recorder) -> Entry:
         config = self.config.phase(phase)
         eager = EagerProgram(self.model, bound.signature.constants)
-        entry = Entry(
-            phase=phase, bucket=bucket, family=None, program=eager, size=None, why="compiler eager", build_s=0
-        )
+        why = "compiler eager" + ("; specialize has no effect" if config.specialize else "")
+        entry = Entry(phase=phase, bucket=bucket, family=None, program=eager, size=None, why=why, build_s=0)
         if config.compiler is Compiler.EAGER:
             return entry
         family = self._family(bound.signature, config.compiler, recorder)
@@ -264,10 +264,11 @@ class Runtime:
             return entry
         size = bucket if bucket is not None else bound.num_tokens
         choice = family.choose(size, bound.sizes, recorder)
+        entry.family = family
         if choice.program is None:
-            entry.fallback, entry.why = choice.fallback, choice.fallback or entry.why
+            entry.why = choice.fallback or entry.why
             return entry
-        entry.family, entry.program, entry.size = family, choice.program, choice.size if bucket is not None else None
+        entry.program, entry.size = choice.program, choice.size if bucket is not None else None
         entry.fallback = choice.fallback
         entry.why = choice.fallback or ("general" if bucket is not None else "no bucket fits: general, unpadded")
         if bucket is not None and (config.specialize == "all" or bucket in config.specialize):
