@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,21 +61,22 @@ class _Fill:
         self.values = {symbol: sympy.Integer(value) for symbol, value in values.items()}
         self.fake_mode = fake_mode
         self.storages: dict[int, torch.Tensor] = {}
+        tensors = [value for value in general if isinstance(value, torch.Tensor)]
         # A static buffer gets a new storage too when a symbolic slice of it is another placeholder.
-        self.symbolic_storages = {
-            value.untyped_storage()._cdata
-            for value in general
-            if isinstance(value, torch.Tensor) and self._is_symbolic(value)
-        }
+        self.symbolic_storages = {memory(value) for value in tensors if self._is_symbolic(value)}
+        self.num_users = Counter(map(memory, tensors))
 
     def __call__(self, value: Any) -> Any:
         if isinstance(value, torch.SymInt):
             return self.size(value)
-        if not isinstance(value, torch.Tensor) or value.untyped_storage()._cdata not in self.symbolic_storages:
+        if not isinstance(value, torch.Tensor) or memory(value) not in self.symbolic_storages:
             return value
         sizes, strides = [self.size(s) for s in value.shape], [self.size(s) for s in value.stride()]
         offset = self.size(value.storage_offset())
         with self.fake_mode:
+            if self.num_users[memory(value)] == 1 and offset == 0:
+                # Not as a view of a base: AOTAutograd goes by the record of views when a piece returns a view of it.
+                return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
             storage = value.untyped_storage()
             base = self.storages.get(storage._cdata)
             if base is None:
@@ -97,3 +99,8 @@ class _Fill:
     def _is_symbolic(tensor: torch.Tensor) -> bool:
         sizes = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
         return any(isinstance(size, torch.SymInt) for size in sizes)
+
+
+def memory(tensor: torch.Tensor) -> int:
+    """What equals that of every tensor that it shares memory with."""
+    return int(tensor.untyped_storage()._cdata)

@@ -82,9 +82,22 @@ def split(graph_module: GraphModule, *, keep_consecutive: bool = True) -> SplitG
     """
     graph = graph_module.graph
     _check_nested(graph_module)
+    _use_what_was_written(graph)
     _move_getitems_to_producers(graph)
     groups = _group(graph, keep_consecutive)
     return _Stitcher(graph_module, groups).stitch()
+
+
+def _use_what_was_written(graph: Graph) -> None:
+    """`y = x.mul_(2)` makes `y` the same tensor as `x`: later nodes take `x`, so that no piece gets it twice."""
+    for node in graph.nodes:
+        if node.op != "call_method" or not is_mutation(node) or not isinstance(node.args[0], Node):
+            continue
+        result, written = _value(node), _value(node.args[0])
+        if isinstance(result, torch.Tensor) and isinstance(written, torch.Tensor):
+            same = _storage(result) == _storage(written) and result.storage_offset() == written.storage_offset()
+            if same and result.shape == written.shape and result.stride() == written.stride():
+                node.replace_all_uses_with(node.args[0])
 
 
 def _check_nested(graph_module: GraphModule) -> None:

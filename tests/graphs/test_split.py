@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -457,6 +457,11 @@ def interpret(steps: list[tuple[str, int, int, float]]) -> Any:
 
 
 @settings(max_examples=40)
+@example(
+    [("add", 0, 0, 0.5), ("mul_", 0, 0, 0.5), ("double", 0, 0, 0.5), ("add", 0, 0, 0.5), ("slice", 3, 0, 0.5)],
+    "aot_eager",
+    True,
+)  # a specialised piece returns a view of an input that it wrote
 @given(programs(), st.sampled_from(["eager", "aot_eager"]), st.booleans())
 def test_random_models(steps, compiler, specialise):
     model = Fn(interpret(steps), cache=torch.ones(4), weight=torch.eye(4) * 0.5)

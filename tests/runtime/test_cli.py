@@ -192,7 +192,9 @@ def test_explain_warms_up_and_dumps(model: Path, tmp_path: Path) -> None:
     assert [(e["phase"], e["bucket"], e["program"], e["steps"]) for e in answer["entries"]] == [
         ("decode", 1, "general", 0),
         ("decode", 4, "specialized", 0),
+        ("decode", None, "general", 0),  # what lies above the ladder
         ("prefill", 16, "general", 0),
+        ("prefill", None, "general", 0),
     ]
     code, out, _ = run(*words, "--dump", tmp_path / "again")
     assert code == 0

@@ -586,6 +586,10 @@ def test_structured_outputs_are_rebuilt_and_cut(kit):
 
 
 def test_explain_and_events_say_what_happened(kit):
+    @pw.split_op(mutates_args=("out",), name="piecework_test::never_called")
+    def never_called(x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(x)
+
     runtime = kit.runtime(kit.Toy(), kit.config(decode={"specialize": (4,)}))
     kit.step(runtime, "decode", 3)
     kit.step(runtime, "decode", 9)
@@ -595,7 +599,8 @@ def test_explain_and_events_say_what_happened(kit):
         ("decode", None, "general", 1),
     ]
     assert data["traces"][0]["split_ops"] == {"piecework_test::mix": 2}
-    assert "piecework::paged_attention" in data["unmatched_split_ops"]
+    assert "piecework_test::never_called" in data["unmatched_split_ops"]
+    assert "piecework_test::mix" not in data["unmatched_split_ops"]
     text = str(runtime.explain())
     assert "3 pieces (3 distinct), 2 opaque regions" in text
     assert "specialize names the bucket" in text
