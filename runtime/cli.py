@@ -33,7 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands; the namespace's `run` is the command to call."""
-    parser = argparse.ArgumentParser(prog="piecework", description="Compiles a PyTorch model piece by piece.")
+    parser = argparse.ArgumentParser(
+        prog="piecework", allow_abbrev=False, description="Compiles a PyTorch model piece by piece."
+    )
     parser.add_argument("--version", action="version", version=f"piecework {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     generate = _command(commands, "generate", _generate, "continue prompts with a checkpoint, greedily")
@@ -51,6 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
     benches = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     startup = benches.add_parser(
         "startup",
+        allow_abbrev=False,
         help="compare startup policies",
         description=bench_startup.DESCRIPTION,
         epilog=bench_startup.EPILOG,
@@ -76,7 +79,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=f"{text.capitalize()}.")
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=f"{text.capitalize()}.", allow_abbrev=False
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
     return parser
