@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 from ..errors import CompileError
 from ..phases import Compiler
 from .dynamo import COMPILE_LOCK
+from .memory import memory, memory_of
 
 CompiledCallable = Callable[..., Sequence[Any]]
 
@@ -97,17 +98,6 @@ def _wrongly_shared(values: Sequence[Any], expected: Sequence[Any], num_inputs: 
     return found
 
 
-def memory_of(node: Any) -> int | None:
-    """Which memory a node's tensor is in, as a number that equals that of every node it shares it with."""
-    if not isinstance(node, torch.fx.Node):
-        return None
-    if "memory" in node.meta:  # a specialised piece, whose fake tensors were made anew
-        known: int | None = node.meta["memory"]
-        return known
-    value = node.meta.get("example_value")
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
-
-
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0]
 
@@ -138,7 +128,7 @@ def _inductor(graph_module: GraphModule, example_inputs: Sequence[Any]) -> Compi
 def _autograd_cache_unless_shared(example_inputs: Sequence[Any]) -> Iterator[None]:
     """AOTAutograd's cache does not ask which inputs share memory, and would hand out a piece made for ones that do not
     (seen with torch 2.13)."""
-    storages = [i.untyped_storage()._cdata for i in example_inputs if isinstance(i, torch.Tensor)]
+    storages = [memory(i) for i in example_inputs if isinstance(i, torch.Tensor)]
     if len(set(storages)) == len(storages):
         yield
         return

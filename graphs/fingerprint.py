@@ -19,6 +19,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx import GraphModule, Node
 
 from .audit import Interval
+from .memory import memory
 from .mutation import mutated_arguments
 
 _UNIQUE = itertools.count()
@@ -71,8 +72,7 @@ class _Canonical:
     def _value(self, value: Any) -> str:
         """A placeholder: everything that a compiler may look at, except the data."""
         if isinstance(value, torch.Tensor):
-            storage = value.untyped_storage()._cdata
-            shared = self.storages.setdefault(storage, len(self.storages))
+            shared = self.storages.setdefault(memory(value), len(self.storages))
             fields = [
                 str(value.dtype).removeprefix("torch."),
                 f"[{', '.join(map(self._size, value.shape))}]",

@@ -9,12 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Literal
 
 import sympy
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
 from ..errors import CompileError, TraceError
@@ -24,8 +23,10 @@ from .bindings import InputBinding, ModelTensor, SizeBinding
 from .compilers import CompiledCallable, compile_piece
 from .fingerprint import canonical_text, fingerprint
 from .inputs import TOKENS, InputContract
+from .memory import memory, memory_of
 from .mutation import mutated_arguments
 from .outputs import Rows, map_leaves
+from .propagate import fake_mode_of
 from .recorder import Recorder
 from .specialize import specialize
 from .split import Piece, SplitGraph, split
@@ -57,7 +58,7 @@ class PiecewiseGraph:
         self.traced = traced
         self._ambient = tuple(ambient)
         self.split: SplitGraph = split(traced.graph_module)
-        self.fake_mode = _fake_mode(traced)
+        self.fake_mode = fake_mode_of(traced.graph_module, traced.shape_env)
         self._contract = contract
         self._symbol = traced.symbols.get(TOKENS)
         self.texts = {piece.name: self._text(piece.graph_module) for piece in self.split.pieces}
@@ -298,7 +299,7 @@ def _pick(call: CompiledCallable, kept: Sequence[int]) -> CompiledCallable:
 def _written_inputs(traced: Traced) -> tuple[str, ...]:
     """Names of the inputs that the model writes into, itself or through a split op."""
     written = {
-        tensor.untyped_storage()._cdata
+        memory(tensor)
         for node in traced.graph_module.graph.nodes
         for argument in mutated_arguments(node)
         if isinstance(tensor := argument.meta.get("example_value"), torch.Tensor)
@@ -307,19 +308,8 @@ def _written_inputs(traced: Traced) -> tuple[str, ...]:
     return tuple(
         binding.name
         for node, binding in zip(placeholders, traced.bindings.placeholders, strict=True)
-        if isinstance(binding, InputBinding) and node.meta["example_value"].untyped_storage()._cdata in written
+        if isinstance(binding, InputBinding) and memory_of(node) in written
     )
-
-
-def _fake_mode(traced: Traced) -> FakeTensorMode:
-    for value in _example_values(traced.graph_module):
-        if isinstance(value, torch._subclasses.FakeTensor):
-            return value.fake_mode
-    return FakeTensorMode(shape_env=traced.shape_env)
-
-
-def _example_values(graph_module: GraphModule) -> Iterator[Any]:
-    return (node.meta.get("example_value") for node in graph_module.graph.nodes)
 
 
 def distinct_pieces(graph: PiecewiseGraph) -> dict[str, list[Piece]]:

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
-from .compilers import memory_of
+from .memory import memory, memory_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,8 +99,3 @@ class _Fill:
     def _is_symbolic(tensor: torch.Tensor) -> bool:
         sizes = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
         return any(isinstance(size, torch.SymInt) for size in sizes)
-
-
-def memory(tensor: torch.Tensor) -> int:
-    """What equals that of every tensor that it shares memory with."""
-    return int(tensor.untyped_storage()._cdata)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..errors import TraceError
 from ..ops import registry
+from .memory import memory, tensors_in
 from .mutation import is_mutation, mutated_arguments
 
 Kind = Literal["piece", "opaque", "glue"]
@@ -95,7 +96,7 @@ def _use_what_was_written(graph: Graph) -> None:
             continue
         result, written = _value(node), _value(node.args[0])
         if isinstance(result, torch.Tensor) and isinstance(written, torch.Tensor):
-            same = _storage(result) == _storage(written) and result.storage_offset() == written.storage_offset()
+            same = memory(result) == memory(written) and result.storage_offset() == written.storage_offset()
             if same and result.shape == written.shape and result.stride() == written.stride():
                 node.replace_all_uses_with(node.args[0])
 
@@ -195,8 +196,8 @@ def _is_view(node: Node) -> bool:
         return False
     if node.target is operator.getitem and isinstance(_value(node.all_input_nodes[0]), (tuple, list)):
         return _is_view(node.all_input_nodes[0])
-    sources = {_storage(tensor) for argument in node.all_input_nodes for tensor in _tensors(_value(argument))}
-    viewed = {_storage(tensor) for tensor in _tensors(_value(node))}
+    sources = {memory(tensor) for argument in node.all_input_nodes for tensor in tensors_in(_value(argument))}
+    viewed = {memory(tensor) for tensor in tensors_in(_value(node))}
     return bool(viewed) and viewed <= sources
 
 
@@ -206,16 +207,16 @@ def _views_to_repeat(nodes: Sequence[Node], inputs: Sequence[Node]) -> list[Node
     Of a tensor that the piece writes into, only the base comes in then: compilers can rarely tell what a write into
     one of two inputs that share memory does to the other.
     """
-    written = {_storage(t) for node in nodes for a in mutated_arguments(node) for t in _tensors(_value(a))}
-    aliases = [n for n in inputs if any(_storage(t) in written for t in _tensors(_value(n)))]
-    storages = Counter(_storage(t) for node in aliases for t in _tensors(_value(node)))
+    written = {memory(t) for node in nodes for a in mutated_arguments(node) for t in tensors_in(_value(a))}
+    aliases = [n for n in inputs if any(memory(t) in written for t in tensors_in(_value(n)))]
+    storages = Counter(memory(t) for node in aliases for t in tensors_in(_value(node)))
     chains: dict[Node, None] = {}
     for node in aliases:
-        if all(storages[_storage(t)] > 1 for t in _tensors(_value(node))):
+        if all(storages[memory(t)] > 1 for t in tensors_in(_value(node))):
             chain = []
             while _is_view(node):
                 chain.append(node)
-                node = next(a for a in node.all_input_nodes if any(_storage(t) in written for t in _tensors(_value(a))))
+                node = next(a for a in node.all_input_nodes if any(memory(t) in written for t in tensors_in(_value(a))))
             chains.update(dict.fromkeys(reversed(chain)))
     return list(chains)
 
@@ -233,16 +234,6 @@ def _check_crossing(node: Node) -> None:
             f"in use after a split op, and only tensors and sizes may cross one; enter and leave a context such as "
             f"torch.autocast between two split ops, or inside the operator's body"
         )
-
-
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return (value,)
-    return [item for item in value if isinstance(item, torch.Tensor)] if isinstance(value, (tuple, list)) else ()
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _inputs_of(nodes: Sequence[Node]) -> list[Node]:

@@ -34,6 +34,8 @@ from .dynamo import (
 )
 from .inputs import TOKENS, InputContract, Signature
 from .outputs import map_leaves
+from .propagate import fake_mode_of, propagate
+from .region import Regions, drop_unread, inline_regions, mark_regions, reuse_is_supported
 
 
 class OutputRef:
@@ -83,6 +85,10 @@ class Traced:
     mode: Mode = "unbacked"
     unbacked_failure: str | None = None
     """Why the trace is backed, when it is."""
+    regions_reused: int = 0
+    """Calls of repeated layers that took the trace of an earlier one."""
+    regions_failure: str | None = None
+    """Why repeated layers were traced one by one, when they were."""
     guards: GuardCheck | None = None
     """Under `evaluate_guards`: raises when a new trace would be needed."""
 
@@ -104,7 +110,8 @@ def trace(
     """Traces `model(**inputs)` into one graph without running it.
 
     Dynamic dims are traced unbacked, which holds for every size; when the model decides on a size, backed, at `sizes`
-    (at least 2, since torch takes 0 and 1 for constants). `backed` skips the first attempt.
+    (at least 2, since torch takes 0 and 1 for constants). `backed` skips the first attempt. Repeated layers are traced
+    once where torch can do that, and flat otherwise: the result is the same.
 
     Raises:
         DynamicDimError: a declared dim did not stay a symbol.
@@ -113,14 +120,15 @@ def trace(
     """
     with COMPILE_LOCK, torch.inference_mode():
         reason = None
+        attempt = _Attempt(model, signature, contract, evaluate_guards)
         if not backed:
             try:
-                return _attempt(model, signature, contract, sizes, "unbacked", evaluate_guards)
+                return attempt(sizes, "unbacked")
             except (TraceError, *DYNAMO_ERRORS) as error:
                 reason = _first_line(error)
         safe = {name: max(size, 2) for name, size in sizes.items()}
         try:
-            traced = _attempt(model, signature, contract, safe, "backed", evaluate_guards)
+            traced = attempt(safe, "backed")
         except TraceError:
             raise
         except DYNAMO_ERRORS as error:
@@ -128,39 +136,69 @@ def trace(
         return dataclasses.replace(traced, unbacked_failure=reason)
 
 
-def _attempt(
-    model: torch.nn.Module,
-    signature: Signature,
-    contract: InputContract,
-    sizes: Mapping[str, int],
-    mode: Mode,
-    evaluate_guards: bool,
-) -> Traced:
-    if torch._dynamo.config.disable:
-        raise TraceError(
-            "trace: Dynamo is switched off (TORCHDYNAMO_DISABLE or torch._dynamo.config.disable), so there is no "
-            "graph; switch it on, or use compiler='eager'"
+class _Attempt:
+    """Traces with repeated layers as regions, or flat when there are none or they fail."""
+
+    def __init__(
+        self, model: torch.nn.Module, signature: Signature, contract: InputContract, evaluate_guards: bool
+    ) -> None:
+        if torch._dynamo.config.disable:
+            raise TraceError(
+                "trace: Dynamo is switched off (TORCHDYNAMO_DISABLE or torch._dynamo.config.disable), so there is no "
+                "graph; switch it on, or use compiler='eager'"
+            )
+        self._model = model
+        self._signature = signature
+        self._contract = contract
+        self._evaluate_guards = evaluate_guards
+        self._regions_failure: str | None = None
+
+    def __call__(self, sizes: Mapping[str, int], mode: Mode) -> Traced:
+        regions = self._mark()
+        if regions is not None:
+            try:
+                return self._once(sizes, mode, regions)
+            except Exception as error:  # also torch's own, of a form that is not to be relied on
+                self._regions_failure = f"{type(error).__name__}: {_first_line(error)}"
+        traced = self._once(sizes, mode, None)
+        return dataclasses.replace(traced, regions_failure=self._regions_failure)
+
+    def _mark(self) -> Regions | None:
+        if self._evaluate_guards:
+            return None  # Dynamo would guard the shadow's Python state, not the model's
+        try:
+            regions = mark_regions(self._model)
+        except Exception as error:  # a module that cannot be copied
+            self._regions_failure = f"{type(error).__name__}: {_first_line(error)}"
+            return None
+        if regions is not None and not reuse_is_supported():
+            self._regions_failure = f"torch {torch.__version__} cannot reuse a region, 2.13 and later can"
+            return None
+        return regions
+
+    def _once(self, sizes: Mapping[str, int], mode: Mode, regions: Regions | None) -> Traced:
+        contract, signature = self._contract, self._signature
+        model = self._model if regions is None else regions.shadow
+        samples = make_samples(signature, contract, sizes, mode)
+        names = [name for name, *_ in signature.tensors]
+        named_samples = dict(zip(names, samples, strict=True))
+        capture = Capture(named_samples, self._evaluate_guards)
+        forward = traceable_forward(model, names, dict(signature.constants), equal_dims(names, contract))
+        compiled = torch.compile(
+            forward,
+            backend=capture.backend,
+            fullgraph=True,
+            dynamic=None,
+            options={"guard_filter_fn": capture.filter_guards},
         )
-    samples = make_samples(signature, contract, sizes, mode)
-    names = [name for name, *_ in signature.tensors]
-    named_samples = dict(zip(names, samples, strict=True))
-    capture = Capture(named_samples, evaluate_guards)
-    forward = traceable_forward(model, names, dict(signature.constants), equal_dims(names, contract))
-    compiled = torch.compile(
-        forward,
-        backend=capture.backend,
-        fullgraph=True,
-        dynamic=None,
-        options={"guard_filter_fn": capture.filter_guards},
-    )
-    try:
-        with dynamo_settings(), unchanged(model):
-            returned = compiled(*samples)
-        traced = _read(capture, returned, TensorIndex(model, named_samples), contract, sizes)
-        guards = GuardCheck(compiled, contract) if evaluate_guards else None
-        return dataclasses.replace(traced, mode=mode, guards=guards)
-    finally:
-        capture.release()
+        try:
+            with dynamo_settings(), unchanged(model):
+                returned = compiled(*samples)
+            traced = _read(capture, returned, TensorIndex(self._model, named_samples), contract, sizes, regions)
+            guards = GuardCheck(compiled, contract) if self._evaluate_guards else None
+            return dataclasses.replace(traced, mode=mode, guards=guards)
+        finally:
+            capture.release()
 
 
 def _read(
@@ -169,27 +207,60 @@ def _read(
     index: TensorIndex,
     contract: InputContract,
     sizes: Mapping[str, int],
+    regions: Regions | None,
 ) -> Traced:
     """Binds what Dynamo captured: placeholders, symbols, interval, outputs."""
-    if capture.graph_module is None or capture.shape_env is None:
+    graph_module = capture.graph_module
+    if graph_module is None or capture.shape_env is None:
         raise TraceError(
             "trace: the model computes nothing from its inputs, so there is no graph; check which inputs it gets, or "
             "use compiler='eager'"
         )
     symbols = _symbols(capture, contract)
-    bindings = Bindings(tuple(_bind(p, v, index, symbols) for p, v in capture.placeholders()))
-    _rename_placeholders(capture.graph_module, bindings)
-    intervals = audit.valid_intervals(capture.graph_module, capture.shape_env, symbols, sizes)
+    bound = {node: _bind(node, value, index, symbols) for node, value in capture.placeholders()}
+    reused = inline_regions(graph_module, regions, {node: _owners(binding) for node, binding in bound.items()})
+    if reused is not None:
+        propagate(graph_module, fake_mode_of(graph_module, capture.shape_env))
+        drop_unread(graph_module.graph)
+    _sort_placeholders(graph_module.graph)
+    bindings = Bindings(tuple(bound[node] for node in graph_module.graph.find_nodes(op="placeholder")))
+    _rename_placeholders(graph_module, bindings)
+    intervals = audit.valid_intervals(graph_module, capture.shape_env, symbols, sizes)
     names = {name: min(group, key=str) for name, group in symbols.items()}
     return Traced(
-        graph_module=capture.graph_module,
+        graph_module=graph_module,
         bindings=bindings,
         output=_output_structure(returned, capture, index, names),
         symbols=names,
         intervals=intervals,
         frozen=audit.frozen_state(capture.guards, bindings),
         shape_env=capture.shape_env,
+        regions_reused=reused or 0,
+        regions_failure="the layers differ in more than their tensors" if regions is not None and not reused else None,
     )
+
+
+def _owners(binding: PlaceholderBinding) -> tuple[str, ...]:
+    """The names in the model of what may not be another tensor in another call of a region; inputs may."""
+    if isinstance(binding, ModelTensor):
+        return (binding.path, *(tie.path for tie in binding.ties))
+    return ("",) if isinstance(binding, FrozenTensor) else ()
+
+
+def _sort_placeholders(graph: torch.fx.Graph) -> None:
+    """Puts placeholders in the order of their first use, and takes out those of no use.
+
+    Dynamo's order is another one when layers were traced once.
+    """
+    placeholders = list(graph.find_nodes(op="placeholder"))
+    used = dict.fromkeys(a for node in graph.nodes for a in node.all_input_nodes if a.op == "placeholder")
+    for node in placeholders:
+        if node not in used:
+            graph.erase_node(node)
+    first = next(iter(graph.nodes))
+    for node in used:
+        if node is not first:
+            first.prepend(node)
 
 
 def _symbols(capture: Capture, contract: InputContract) -> dict[str, set[sympy.Symbol]]:

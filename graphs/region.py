@@ -1,0 +1,262 @@
+"""Repeated layers: traced once where torch can reuse a trace, and inlined again before the graph is split.
+
+Dynamo emits a region (`torch.compiler.nested_compile_region`) as a call of a subgraph, and from torch 2.13 on stamps
+out the calls of further layers without tracing them. What is marked is not the model but a shadow of it: shallow copies
+of the modules on the way to the layers, and of the layers themselves, whose class is a subclass with the marked
+forward. Parameters, buffers and everything below a layer are the model's own, so other threads see nothing of it.
+
+Note [A reused region is checked]
+A stamp takes another layer's tensors by rewriting Dynamo's sources, and a source that is not rewritten makes a layer
+read the first layer's weights (seen with torch 2.13, where the layer came in as a bound method). So after the trace
+each call must read, where the first call read a tensor of its layer, that very tensor of one other layer, and no two
+calls may be of one layer. A trace that fails this is thrown away, and the model traced flat.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import operator
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from .mutation import is_mutation
+
+MIN_LAYERS = 4
+"""Fewer equal layers than this are traced one by one: a region costs about as much as it saves."""
+
+MAX_VARIANTS = 8
+"""Different traces of one class of layers, after which torch gives up and the model is traced flat."""
+
+
+class RegionError(Exception):
+    """Why the regions of a trace cannot be used. Never leaves `trace`, which traces flat instead."""
+
+
+def reuse_is_supported() -> bool:
+    """Whether this torch stamps out repeated regions: 2.13 and later. Earlier ones trace each again."""
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    return (major, minor) >= (2, 13)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Regions:
+    """A model whose repeated layers are marked, and which layers those are."""
+
+    shadow: torch.nn.Module
+    """To be traced in place of the model."""
+    layers: frozenset[str]
+    """Dotted names of the marked layers."""
+
+    def locate(self, name: str) -> tuple[str, str]:
+        """The marked layer that a tensor of this dotted name is in, or "", and its name there."""
+        parts = name.split(".")
+        for i in range(1, len(parts)):
+            if (layer := ".".join(parts[:i])) in self.layers:
+                return layer, ".".join(parts[i:])
+        return "", name
+
+
+def mark_regions(model: torch.nn.Module) -> Regions | None:
+    """The model with its repeated layers marked, or None if it has none.
+
+    A layer is repeated if `MIN_LAYERS` children of one module have the same class and the same names, shapes and dtypes
+    of tensors, and modules below. Of nested ones only the outermost are marked.
+    """
+    layers = frozenset(_repeated(model, ""))
+    return Regions(shadow=_shadow(model, "", layers, {}), layers=layers) if layers else None
+
+
+def _repeated(module: torch.nn.Module, prefix: str) -> Iterator[str]:
+    groups: dict[Any, list[str]] = {}
+    for name, child in module._modules.items():
+        if child is not None:
+            groups.setdefault(_structure(child), []).append(name)
+    for structure, names in groups.items():
+        for name in names:
+            path = f"{prefix}{name}"
+            if structure is not None and len(names) >= MIN_LAYERS:
+                yield path
+            else:
+                child = module._modules[name]
+                assert child is not None
+                yield from _repeated(child, f"{path}.")
+
+
+def _structure(layer: torch.nn.Module) -> Any:
+    """What repeated layers have in common; None for a module that is no layer."""
+    forward = type(layer).__dict__.get("forward", getattr(type(layer), "forward", None))
+    if not layer._modules or not isinstance(forward, types.FunctionType) or "forward" in layer.__dict__:
+        return None
+    if isinstance(layer, (torch.jit.ScriptModule, torch.nn.ModuleList, torch.nn.ModuleDict)):
+        return None
+    tensors = [(n, t.shape, t.dtype) for n, t in (*layer.named_parameters(), *layer.named_buffers())]
+    modules = [(n, type(m)) for n, m in layer.named_modules()]
+    return (tuple(tensors), tuple(modules)) if tensors else None
+
+
+def _shadow(module: torch.nn.Module, path: str, layers: frozenset[str], classes: dict[type, type]) -> torch.nn.Module:
+    """A shallow copy of `module` in which the layers below it are marked; itself if there are none."""
+    if path in layers:
+        marked = copy.copy(module)
+        marked.__class__ = classes.setdefault(type(module), _marked_class(type(module)))
+        return marked
+    prefix = f"{path}." if path else ""
+    if not any(name.startswith(prefix) for name in layers):
+        return module
+    shadow = copy.copy(module)
+    shadow.__dict__["_modules"] = {
+        name: _shadow(child, f"{prefix}{name}", layers, classes) if child is not None else None
+        for name, child in module._modules.items()
+    }
+    return shadow
+
+
+def _marked_class(layer_class: type) -> type:
+    """A subclass that differs in nothing but that torch takes its forward for a region."""
+    forward: Any = layer_class.forward  # type: ignore[attr-defined]
+    # A copy: torch writes its options onto the function, and finds what it has traced by the code object.
+    own = types.FunctionType(
+        forward.__code__.replace(), forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    own.__kwdefaults__ = forward.__kwdefaults__
+    marked: Callable[..., Any] = torch.compiler.nested_compile_region(own, max_reuse_entries=MAX_VARIANTS)
+    names = {"__module__": layer_class.__module__, "__qualname__": layer_class.__qualname__, "forward": marked}
+    return type(layer_class.__name__, (layer_class,), names)
+
+
+def drop_unread(graph: Graph) -> None:
+    """Takes out sizes and elements that nobody reads, as Dynamo does in a flat graph but not in a subgraph."""
+    for node in reversed(list(graph.nodes)):
+        is_size = node.op.startswith("call") and isinstance(node.meta.get("example_value"), _SIZES)
+        if not node.users and (_is_getitem(node) or (is_size and not is_mutation(node))):
+            graph.erase_node(node)
+
+
+_SIZES = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size)
+
+
+def _calls(graph_module: GraphModule) -> list[Node]:
+    return graph_module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph)
+
+
+def inline_regions(
+    graph_module: GraphModule, regions: Regions | None, owners: Mapping[Node, Sequence[str]]
+) -> int | None:
+    """Replaces every call of a region by the nodes of its subgraph; returns how many calls had been reused.
+
+    The nodes have no `example_value` of their own afterwards: see `propagate`. None: there was no region.
+
+    Args:
+        owners: the dotted names that each placeholder's tensor has in the model.
+
+    Raises:
+        RegionError: a call does not read the tensors of a layer of its own, or does not have the form of a region.
+    """
+    calls = _calls(graph_module)
+    if not calls:
+        return None
+    first = {str(node.args[1]): node for node in reversed(calls)}
+    if regions is not None:
+        _check_layers(calls, first, regions, owners)
+    pending = calls
+    while pending:
+        for call in pending:
+            _inline(graph_module, call)
+        pending = _calls(graph_module)  # those that were in the subgraphs
+    for node in graph_module.graph.find_nodes(op="get_attr"):
+        if not node.users:
+            graph_module.graph.erase_node(node)
+    graph_module.delete_all_unused_submodules()
+    graph_module.recompile()
+    return len(calls) - len(first)
+
+
+def _check_layers(
+    calls: Sequence[Node], first: Mapping[str, Node], regions: Regions, owners: Mapping[Node, Sequence[str]]
+) -> None:
+    """See Note [A reused region is checked]."""
+    places = {node: [regions.locate(name) for name in names] for node, names in owners.items()}
+    taken: set[str] = set()
+    for call in calls:
+        own, operands = first[str(call.args[1])].args[2:], call.args[2:]
+        if len(own) != len(operands):
+            raise RegionError("a call of a region has another number of arguments")
+        pairs = [(a, b) for a, b in zip(own, operands, strict=True) if isinstance(a, Node) and isinstance(b, Node)]
+        candidates = _called_layers(pairs, places)
+        if not candidates:
+            raise RegionError("a call of a region does not read the tensors of one layer")
+        free = [layer for layer in candidates if layer not in taken]
+        if not free:
+            raise RegionError(f"layer {candidates[0]} is called more than once")
+        taken.add(free[0])
+
+
+_Place = tuple[str, str]
+"""A layer, and the name of a tensor in it; the layer is empty for a tensor that is in none."""
+
+
+def _called_layers(pairs: Sequence[tuple[Node, Node]], places: Mapping[Node, Sequence[_Place]]) -> list[str]:
+    """The layers for which a call is right, given its arguments beside those of the first call."""
+    origins = {layer for own, _ in pairs for layer, _ in places.get(own, ()) if layer}
+    layers = {layer for _, other in pairs for layer, _ in places.get(other, ()) if layer}
+    return sorted(
+        layer
+        for layer in layers
+        if any(all(_fits(own, other, origin, layer, places) for own, other in pairs) for origin in origins)
+    )
+
+
+def _fits(own: Node, other: Node, origin: str, layer: str, places: Mapping[Node, Sequence[_Place]]) -> bool:
+    """Whether what the first call took from `origin` is taken from `layer`, and what is of no layer is the same."""
+    inside = {name for place, name in places.get(own, ()) if place == origin}
+    if inside:
+        return any(place == layer and name in inside for place, name in places.get(other, ()))
+    return own is other or not (places.get(own) or places.get(other))
+
+
+def _inline(graph_module: GraphModule, call: Node) -> None:
+    body_node = call.args[0]
+    body = getattr(graph_module, str(body_node.target)) if isinstance(body_node, Node) else None
+    if not isinstance(body, GraphModule):
+        raise RegionError("a region has no subgraph")
+    graph: Graph = graph_module.graph
+    values: dict[Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), call.args[2:], strict=True))
+    with graph.inserting_before(call):
+        for node in body.graph.nodes:
+            if node.op == "get_attr":
+                values[node] = graph.get_attr(_hoist(graph_module, body, str(node.target)))
+                values[node].meta = dict(node.meta)
+            elif node.op not in ("placeholder", "output"):
+                values[node] = graph.node_copy(node, values.__getitem__)
+    (results,) = body.graph.output_node().args
+    for user in list(call.users):
+        if not _is_getitem(user):
+            raise RegionError(f"the result of a region is used by {user.target}")
+        result: Any = results[user.args[1]]  # type: ignore[index]
+        user.replace_all_uses_with(values[result] if isinstance(result, Node) else result)
+        graph.erase_node(user)
+    graph.erase_node(call)
+
+
+def _is_getitem(node: Node) -> bool:
+    return node.op == "call_function" and node.target is operator.getitem
+
+
+def _hoist(graph_module: GraphModule, body: GraphModule, target: str) -> str:
+    """Makes what a body's `get_attr` reads an attribute of the outer graph module, under a name of its own."""
+    value: Any = body
+    for part in target.split("."):
+        value = getattr(value, part)
+    for name, known in (*graph_module.named_children(), *graph_module.named_buffers(recurse=False)):
+        if known is value:
+            return name
+    index = 0
+    while hasattr(graph_module, name := f"region_{target.replace('.', '_')}_{index}"):
+        index += 1
+    setattr(graph_module, name, value)
+    return name

@@ -1,0 +1,359 @@
+"""Repeated layers are traced once, and the program is the one that a flat trace gives."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from piecework.graphs import trace as trace_module
+from piecework.graphs.inputs import InputContract
+from piecework.graphs.program import PiecewiseGraph
+from piecework.graphs.region import MAX_VARIANTS, MIN_LAYERS, RegionError, mark_regions, reuse_is_supported
+from piecework.graphs.trace import Traced
+
+from .toys import TOKENS_FIRST, accumulate, applied, assert_equals_model, run_eager, trace_model
+
+needs_reuse = pytest.mark.skipif(not reuse_is_supported(), reason="torch before 2.13 traces each region again")
+
+WIDTH = 8
+
+
+class Layer(nn.Module):
+    """Two linears around a split op; `scale` is Python state that a trace reads, `cache` is written."""
+
+    def __init__(self, scale: float = 2.0) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("cache", torch.zeros(WIDTH))
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        halves = self.first(x).chunk(2, -1)
+        accumulate(x, self.cache)
+        return x + self.second(applied(torch.cat((halves[1], halves[0]), -1).tanh())) * self.scale
+
+
+class Stack(nn.Module):
+    """Layers one after another, between two pieces of its own."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 0.5
+        for layer in self.layers:
+            x = layer(x)
+        return x.cos()
+
+
+def stack(num_layers: int = 6, layer: type[nn.Module] = Layer) -> Stack:
+    torch.manual_seed(0)
+    return Stack(*(layer() for _ in range(num_layers)))
+
+
+INPUTS = {"x": torch.linspace(-1, 1, 5 * WIDTH).reshape(5, WIDTH)}
+
+
+@pytest.fixture
+def flat(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Traces without regions."""
+
+    def trace_flat(model: nn.Module, *arguments: Any, **options: Any) -> Traced:
+        with monkeypatch.context() as patched:
+            patched.setattr(trace_module, "mark_regions", lambda model: None)
+            return trace_model(model, *arguments, **options)
+
+    return trace_flat
+
+
+def texts(traced: Traced) -> list[str]:
+    graph = PiecewiseGraph(traced, InputContract(TOKENS_FIRST))
+    return [graph.texts[piece.name] for piece in graph.split.pieces]
+
+
+def paths(traced: Traced) -> list[str]:
+    return [getattr(binding, "path", "") for binding in traced.bindings.placeholders]
+
+
+@needs_reuse
+@pytest.mark.parametrize("backed", [False, True])
+def test_each_layer_but_the_first_is_reused(flat: Any, backed: bool) -> None:
+    model = stack()
+    traced, expected = trace_model(model, INPUTS, backed=backed), flat(model, INPUTS, backed=backed)
+    assert (traced.regions_reused, traced.regions_failure) == (5, None)
+    assert (expected.regions_reused, expected.regions_failure) == (0, None)
+    assert texts(traced) == texts(expected)
+    assert paths(traced) == paths(expected)
+    assert traced.intervals == expected.intervals
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("bucket", [None, 5])
+def test_the_program_does_what_the_model_does(compiler: str, bucket: int | None) -> None:
+    assert_equals_model(stack(), INPUTS, compiler=compiler, bucket=bucket)
+
+
+def test_the_model_is_not_touched() -> None:
+    model = stack()
+    before = {name: (type(module), dict(module.__dict__)) for name, module in model.named_modules()}
+    regions = mark_regions(model)
+    assert regions is not None
+    assert regions.layers == {f"layers.{i}" for i in range(6)}
+    trace_model(model, INPUTS)
+    assert {name: (type(module), dict(module.__dict__)) for name, module in model.named_modules()} == before
+    assert not hasattr(Layer.forward, "__marked_compile_region_fn__")
+
+
+def test_the_shadow_runs_as_the_model_does() -> None:
+    model = stack()
+    regions = mark_regions(copy.deepcopy(model))
+    assert regions is not None
+    assert isinstance(regions.shadow.layers[0], Layer)
+    torch.testing.assert_close(run_eager(regions.shadow, INPUTS), run_eager(model, INPUTS))
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (stack(MIN_LAYERS - 1), "too few"),
+        (nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8))), "no modules below"),
+        (Stack(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, n)) for n in (8, 9, 10, 11))), "shapes"),
+        (Stack(*(nn.Sequential(nn.ReLU()) for _ in range(8))), "no tensors"),
+    ],
+)
+def test_no_regions(model: nn.Module, why: str) -> None:
+    assert mark_regions(model) is None, why
+
+
+def test_only_the_outermost_repetition_is_a_region() -> None:
+    inner = [Stack(*(Layer() for _ in range(4))) for _ in range(4)]
+    regions = mark_regions(Stack(*inner))
+    assert regions is not None
+    assert regions.layers == {f"layers.{i}" for i in range(4)}
+
+
+def test_a_layer_with_a_forward_of_its_own_is_not_marked() -> None:
+    model = stack(8)
+    model.layers[3].forward = lambda x: x
+    regions = mark_regions(model)
+    assert regions is not None
+    assert "layers.3" not in regions.layers
+
+
+@needs_reuse
+def test_layers_that_differ_in_python_state_are_traced_apart(flat: Any) -> None:
+    model = Stack(*(Layer(scale=2.0 if i % 2 else 3.0) for i in range(6)))
+    traced = trace_model(model, INPUTS)
+    assert traced.regions_reused == 4
+    assert texts(traced) == texts(flat(model, INPUTS))
+    assert_equals_model(model, INPUTS)
+
+
+@needs_reuse
+def test_more_variants_than_torch_allows_are_traced_flat() -> None:
+    model = Stack(*(Layer(scale=float(i)) for i in range(MAX_VARIANTS + 2)))
+    traced = trace_model(model, INPUTS)
+    assert traced.regions_reused == 0
+    assert "max_reuse_entries" in str(traced.regions_failure) or "reuse" in str(traced.regions_failure)
+    assert_equals_model(model, INPUTS)
+
+
+@needs_reuse
+def test_layers_that_all_differ_are_counted() -> None:
+    model = Stack(*(Layer(scale=float(i)) for i in range(4)))
+    traced = trace_model(model, INPUTS)
+    assert traced.regions_reused == 0
+    assert traced.regions_failure == "the layers differ in more than their tensors"
+
+
+@needs_reuse
+def test_a_layer_that_is_called_twice_is_traced_flat() -> None:
+    class Twice(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[0](super().forward(x))
+
+    model = Twice(*stack().layers)
+    traced = trace_model(model, INPUTS)
+    assert "more than once" in str(traced.regions_failure)
+    assert_equals_model(model, INPUTS)
+
+
+@needs_reuse
+def test_a_layer_that_reads_another_ones_tensors_is_traced_flat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See Note [A reused region is checked]: here each layer comes in as a bound method, which torch gets wrong."""
+    region = torch.compiler.nested_compile_region(Layer.forward)
+    real = trace_module.mark_regions
+
+    def badly_marked(model: nn.Module) -> Any:
+        regions = real(model)
+        assert regions is not None
+        for layer in regions.shadow.layers:
+            layer.__class__ = Layer
+            layer.forward = region.__get__(layer)
+        return regions
+
+    monkeypatch.setattr(trace_module, "mark_regions", badly_marked)
+    model = stack()
+    traced = trace_model(model, INPUTS)
+    assert "RegionError" in str(traced.regions_failure)
+    assert_equals_model(model, INPUTS)
+
+
+def test_tied_and_shared_tensors() -> None:
+    model = stack()
+    for layer in model.layers[1:]:
+        layer.first.weight = model.layers[0].first.weight
+    model.layers[5].second.weight = model.layers[4].second.weight
+    assert_equals_model(model, INPUTS)
+
+
+class InPlace(Layer):
+    """Writes into its buffer and its input by itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache.add_(x.sum(0))
+        x.mul_(self.cache)
+        return super().forward(x)
+
+
+class Residual(Layer):
+    """Takes and returns two tensors, one by keyword."""
+
+    def forward(self, x: torch.Tensor, *, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(x), residual + x
+
+
+class ResidualStack(Stack):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        residual = torch.zeros_like(x)
+        for layer in self.layers:
+            x, residual = layer(x, residual=residual)
+        return x, residual
+
+
+class Collecting(Stack):
+    """Every layer's output crosses into one piece: equal fake tensors would be one tensor there."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs = []
+        for layer in self.layers:
+            x = layer(x)
+            outputs.append(x)
+        return torch.stack(outputs, 1)
+
+
+class Cast(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.first(x)
+        return super().forward(x) + y.float()
+
+
+class Optional(Layer):
+    """Returns something that is no tensor beside one."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), None
+
+
+class OptionalStack(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x, _ = layer(x)
+        return x
+
+
+class Branching(Layer):
+    """Decides on the size, so that the trace is backed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + (1 if x.shape[0] > 3 else 2)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(stack(layer=InPlace), id="writes in place"),
+        pytest.param(ResidualStack(*(Residual() for _ in range(5))), id="keyword, two outputs"),
+        pytest.param(Collecting(*(Layer() for _ in range(5))), id="outputs collected"),
+        pytest.param(stack(layer=Cast), id="autocast"),
+        pytest.param(OptionalStack(*(Optional() for _ in range(5))), id="not only tensors out"),
+        pytest.param(stack(layer=Branching), id="backed"),
+        pytest.param(nn.Sequential(stack(), *(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(5))), id="two"),
+    ],
+)
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_kinds_of_layers(model: nn.Module, compiler: str) -> None:
+    if isinstance(model, nn.Sequential):
+        inputs, dims = {"input": INPUTS["x"]}, {"input": {0: "tokens"}}
+    else:
+        inputs, dims = dict(INPUTS), dict(TOKENS_FIRST)
+    inputs = {name: tensor.clone() for name, tensor in inputs.items()}
+    assert_equals_model(model, inputs, dims, compiler=compiler)
+
+
+@needs_reuse
+def test_two_stacks_are_both_reused() -> None:
+    model = nn.Sequential(stack(), *(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(5)))
+    traced = trace_model(model, {"input": INPUTS["x"]}, {"input": {0: "tokens"}})
+    assert traced.regions_reused == 5 + 4
+
+
+@needs_reuse
+def test_regions_that_a_user_marks_are_inlined() -> None:
+    class Marked(Layer):
+        @torch.compiler.nested_compile_region
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    model = Stack(Marked(), Marked())
+    assert trace_model(model, INPUTS).regions_reused == 1
+    assert_equals_model(model, INPUTS)
+
+
+def test_older_torch_traces_flat_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_module, "reuse_is_supported", lambda: False)
+    traced = trace_model(stack(), INPUTS)
+    assert traced.regions_reused == 0
+    assert "2.13 and later" in str(traced.regions_failure)
+
+
+def test_a_module_that_cannot_be_copied_is_traced_flat() -> None:
+    class Uncopyable(Stack):
+        def __copy__(self) -> Uncopyable:
+            raise RegionError("no copies of me")
+
+    model = Uncopyable(*stack().layers)
+    assert "no copies of me" in str(trace_model(model, INPUTS).regions_failure)
+
+
+def test_evaluate_guards_guards_the_model_itself() -> None:
+    traced = trace_model(stack(), INPUTS, evaluate_guards=True)
+    assert (traced.regions_reused, traced.regions_failure) == (0, None)
+
+
+def test_an_error_of_the_model_is_the_flat_traces() -> None:
+    class Breaking(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    with pytest.raises(trace_module.TraceError, match="graph break"):
+        trace_model(stack(layer=Breaking), INPUTS)
+
+
+def test_a_layer_that_sets_an_attribute_is_refused() -> None:
+    class Setting(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen = x.shape[0]
+            return super().forward(x)
+
+    model = stack(layer=Setting)
+    with pytest.raises(trace_module.TraceError, match="layers.0.seen"):
+        trace_model(model, INPUTS)
+    assert not hasattr(model.layers[0], "seen")
