@@ -23,13 +23,18 @@ _EXPORTS = {
     "Startup": ".phases",
     "resolve": ".phases",
     # what a model calls
+    "fused_op": ".ops.fused",
+    "fused_ops": ".ops.fused",
+    "PackedContext": ".ops.packed_attention",
     "context_field": ".ops.context",
     "get_context": ".ops.context",
     "use_context": ".ops.context",
     "split_op": ".ops.registry",
     "split_ops": ".ops.registry",
+    "transformers_attention": ".ops.transformers_attention",
     # what an engine holds
     "Runtime": ".runtime.runtime",
+    "compilable": ".runtime.compilable",
     # what can go wrong
     "CompileError": ".errors",
     "ConfigError": ".errors",
@@ -39,6 +44,7 @@ _EXPORTS = {
     "InputError": ".errors",
     "ModelError": ".errors",
     "NotAvailableError": ".errors",
+    "PortableError": ".errors",
     "PieceworkError": ".errors",
     "RecompileError": ".errors",
     "RegistrationError": ".errors",
@@ -64,6 +70,7 @@ if TYPE_CHECKING:
     from .errors import ModelError as ModelError
     from .errors import NotAvailableError as NotAvailableError
     from .errors import PieceworkError as PieceworkError
+    from .errors import PortableError as PortableError
     from .errors import RecompileError as RecompileError
     from .errors import RegistrationError as RegistrationError
     from .errors import RuntimeClosedError as RuntimeClosedError
@@ -71,8 +78,12 @@ if TYPE_CHECKING:
     from .ops.context import context_field as context_field
     from .ops.context import get_context as get_context
     from .ops.context import use_context as use_context
+    from .ops.fused import fused_op as fused_op
+    from .ops.fused import fused_ops as fused_ops
+    from .ops.packed_attention import PackedContext as PackedContext
     from .ops.registry import split_op as split_op
     from .ops.registry import split_ops as split_ops
+    from .ops.transformers_attention import transformers_attention as transformers_attention
     from .phases import Backend as Backend
     from .phases import BucketLadder as BucketLadder
     from .phases import CaptureDevice as CaptureDevice
@@ -82,6 +93,7 @@ if TYPE_CHECKING:
     from .phases import PhaseConfig as PhaseConfig
     from .phases import Startup as Startup
     from .phases import resolve as resolve
+    from .runtime.compilable import compilable as compilable
     from .runtime.runtime import Runtime as Runtime
 else:  # hidden from type checkers, to which a module with __getattr__ has every name
 

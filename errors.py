@@ -11,6 +11,7 @@
     │   └── GuardError                  the trace holds only for sizes that no interval describes
     ├── RecompileError                  evaluate_guards: a call would have needed another trace
     ├── CompileError                    a compiler failed on a piece
+    ├── PortableError                   a program cannot leave the process, or is not one that fits here
     ├── RuntimeClosedError              the runtime was closed
     └── ModelError                      a checkpoint, its config or its tokenizer cannot be used
 
@@ -62,6 +63,10 @@ class RecompileError(PieceworkError):
 
 class CompileError(PieceworkError):
     """A compiler failed on a piece."""
+
+
+class PortableError(PieceworkError):
+    """A program cannot leave the process, is damaged, or does not fit the model that it is to be bound to."""
 
 
 class RuntimeClosedError(PieceworkError):

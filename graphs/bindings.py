@@ -143,7 +143,7 @@ class Bindings:
         self.placeholders = placeholders
         self._model_tensors = [b for b in placeholders if isinstance(b, ModelTensor)]
         self._current = [binding.current() for binding in self._model_tensors]
-        self._layouts = [_layout(tensor) for tensor in self._current]
+        self._layouts = [layout_of(tensor) for tensor in self._current]
         self._links, self._last = self._walk()
 
     @property
@@ -200,10 +200,10 @@ def _look_up(links: Sequence[tuple[Any, Any]]) -> list[Any]:
 
 
 def _check_replacement(binding: ModelTensor, tensor: torch.Tensor, layout: _TensorLayout) -> None:
-    if _layout(tensor) != layout:
+    if layout_of(tensor) != layout:
         raise InputError(
-            f"model tensor {binding.path!r}: the program was traced with {_describe(layout)}, got "
-            f"{_describe(_layout(tensor))}; put back a tensor like the first, or make a new Runtime"
+            f"model tensor {binding.path!r}: the program was traced with {describe_layout(layout)}, got "
+            f"{describe_layout(layout_of(tensor))}; put back a tensor like the first, or make a new Runtime"
         )
     for other in binding.ties:
         if other.current() is not tensor:
@@ -216,10 +216,12 @@ def _check_replacement(binding: ModelTensor, tensor: torch.Tensor, layout: _Tens
 _TensorLayout = tuple[tuple[int, ...], torch.dtype, torch.device, tuple[int, ...]]
 
 
-def _layout(tensor: torch.Tensor) -> _TensorLayout:
+def layout_of(tensor: torch.Tensor) -> _TensorLayout:
+    """What a replacement of a model's tensor must share with it: shape, dtype, device and strides."""
     return tuple(tensor.shape), tensor.dtype, tensor.device, tensor.stride()
 
 
-def _describe(layout: _TensorLayout) -> str:
+def describe_layout(layout: _TensorLayout) -> str:
+    """A layout in words."""
     shape, dtype, device, stride = layout
     return f"{dtype}{list(shape)} on {device} with strides {list(stride)}"

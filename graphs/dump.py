@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .bindings import FrozenTensor, InputBinding, ModelTensor, SizeBinding
-from .program import PiecewiseGraph, distinct_pieces
+from .stitched import PiecewiseGraph
 
 _HEADER = "import torch\nfrom math import inf, nan\nfrom torch import device\n"
 
@@ -26,12 +26,13 @@ def dump_program(graph: PiecewiseGraph, directory: Path) -> Path:
     """Writes the files into `directory`, made if missing; returns the path of `program.py`."""
     directory.mkdir(parents=True, exist_ok=True)
     modules = {}
-    for fingerprint, pieces in distinct_pieces(graph).items():
+    for fingerprint, pieces in graph.distinct_pieces().items():
         module = f"piece_{fingerprint[:12]}"
-        constants = _constants(pieces[0].graph_module, directory, module)
+        graph_module = graph.built(pieces[0]).graph_module
+        constants = _constants(graph_module, directory, module)
         used_by = ", ".join(piece.name for piece in pieces)
         text = "\n".join(f"# {line}" for line in graph.texts[pieces[0].name].splitlines())
-        source = _function(pieces[0].graph_module.graph, constants)
+        source = _function(graph_module.graph, constants)
         (directory / f"{module}.py").write_text(f'"""{used_by}"""\n\n{_HEADER}{_load(constants)}\n{text}\n\n{source}')
         modules.update({piece.name: module for piece in pieces})
     path = directory / "program.py"

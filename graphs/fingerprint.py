@@ -7,6 +7,7 @@ renamed symbols, its storage offset, which placeholders share storage with it an
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import inspect
 import itertools
@@ -23,19 +24,31 @@ from .memory import memory
 from .mutation import mutated_arguments
 
 _UNIQUE = itertools.count()
+_MAX_PERMUTED = 4
 
 
-def canonical_text(
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Canonical:
+    """The canonical text of a piece, a line a node, and what its symbols are called there."""
+
+    text: str
+    symbols: Mapping[sympy.Symbol, str]
+    """The piece's own symbol -> `s0`, `s1`, ... in order of appearance."""
+
+
+def canonical(
     graph_module: GraphModule,
     *,
     intervals: Mapping[sympy.Symbol, Interval] | None = None,
     ambient: Sequence[str] = (),
-) -> str:
-    """The canonical text of a piece, a line a node.
+) -> Canonical:
+    """The canonical form of a piece.
 
     `intervals` are the sizes for which its symbols are valid, `ambient` the settings of torch it was traced under.
     """
-    return "\n".join([_Canonical(graph_module, intervals or {}).text(), *(f"under {state}" for state in ambient)])
+    writer = _Canonical(graph_module, intervals or {})
+    text = "\n".join([writer.text(), *(f"under {state}" for state in ambient)])
+    return Canonical(text=text, symbols={symbol: str(name) for symbol, name in writer.symbols.items()})
 
 
 def fingerprint(text: str) -> str:
@@ -93,9 +106,13 @@ class _Canonical:
         if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return repr(size)
         expr = size.node.expr
-        for symbol in sorted(expr.free_symbols, key=str):
-            if symbol not in self.symbols:
-                self.symbols[symbol] = sympy.Symbol(f"s{len(self.symbols)}", integer=True)
+        fresh = sorted((symbol for symbol in expr.free_symbols if symbol not in self.symbols), key=str)
+        if fresh:
+            # Not in the order of the symbols' own names, which are another process's business.
+            names = [sympy.Symbol(f"s{len(self.symbols) + i}", integer=True) for i in range(len(fresh))]
+            orders = itertools.permutations(fresh) if len(fresh) <= _MAX_PERMUTED else [tuple(fresh)]
+            candidates = [dict(zip(order, names, strict=True)) for order in orders]
+            self.symbols.update(min(candidates, key=lambda new: str(expr.xreplace({**self.symbols, **new}))))
         return str(expr.xreplace(self.symbols))
 
     def _target(self, node: Node) -> str:

@@ -9,7 +9,8 @@ Note [A reused region is checked]
 A stamp takes another layer's tensors by rewriting Dynamo's sources, and a source that is not rewritten makes a layer
 read the first layer's weights (seen with torch 2.13, where the layer came in as a bound method). So after the trace
 each call must read, where the first call read a tensor of its layer, that very tensor of one other layer, and no two
-calls may be of one layer. A trace that fails this is thrown away, and the model traced flat.
+calls may be of one layer. A trace that fails this is thrown away, and the model traced flat. Likewise a call that gets
+one tensor twice is no region: stamps of it would take one tensor for two (seen with torch 2.13 and 2.14).
 """
 
 from __future__ import annotations
@@ -125,8 +126,36 @@ def _marked_class(layer_class: type) -> type:
     )
     own.__kwdefaults__ = forward.__kwdefaults__
     marked: Callable[..., Any] = torch.compiler.nested_compile_region(own, max_reuse_entries=MAX_VARIANTS)
-    names = {"__module__": layer_class.__module__, "__qualname__": layer_class.__qualname__, "forward": marked}
+
+    def forward_once(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Two arguments that are one tensor are one in the region, and two other ones are then one of them in a stamp.
+        if _has_twice(_tensors([*args, *kwargs.values()])):
+            return forward(self, *args, **kwargs)
+        return marked(self, *args, **kwargs)
+
+    names = {"__module__": layer_class.__module__, "__qualname__": layer_class.__qualname__, "forward": forward_once}
     return type(layer_class.__name__, (layer_class,), names)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    """The tensors in tuples, lists and dicts. Traced, like `_has_twice`: no generators."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found.extend(_tensors(value))
+        elif isinstance(value, dict):
+            found.extend(_tensors(list(value.values())))
+    return found
+
+
+def _has_twice(tensors: list[torch.Tensor]) -> bool:
+    for i, tensor in enumerate(tensors):
+        for other in tensors[:i]:
+            if tensor is other:
+                return True
+    return False
 
 
 def drop_unread(graph: Graph) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import sympy
@@ -12,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
+from .fakes import FakeFactory, TensorDescription, describe, fill, size_expr
 from .memory import memory, memory_of
 
 
@@ -27,14 +27,13 @@ class SpecializedPiece:
 def specialize(
     graph_module: GraphModule, values: Mapping[sympy.Symbol, int], fake_mode: FakeTensorMode
 ) -> SpecializedPiece:
-    """Fills in `values`; other symbols stay symbolic, and placeholders that shared storage still do."""
+    """Fills in `values`; other symbols stay symbolic, and placeholders that shared memory still do."""
     placeholders = graph_module.graph.find_nodes(op="placeholder")
-    fill = _Fill([node.meta["example_value"] for node in placeholders], values, fake_mode)
+    filled = _filled([node.meta["example_value"] for node in placeholders], values, fake_mode)
     graph = Graph()
     copies: dict[Node, Any] = {}
     kept = []
-    for i, node in enumerate(placeholders):
-        value = fill(node.meta["example_value"])
+    for i, (node, value) in enumerate(zip(placeholders, filled, strict=True)):
         if isinstance(value, int):
             copies[node] = value
             continue
@@ -54,48 +53,22 @@ def specialize(
     return SpecializedPiece(graph_module=GraphModule(graph_module, graph), kept=tuple(kept))
 
 
-class _Fill:
-    """Turns the fake values of a general piece into those of a specialised one."""
+def _filled(general: list[Any], values: Mapping[sympy.Symbol, int], fake_mode: FakeTensorMode) -> list[Any]:
+    """The fake values of a general piece's placeholders turned into those of the specialised one."""
+    tensors = [value for value in general if isinstance(value, torch.Tensor)]
+    # A static buffer gets new memory too when a symbolic slice of it is another placeholder.
+    symbolic = {memory(tensor) for tensor in tensors if _is_symbolic(tensor)}
+    described = {id(t): describe(t).at(values) for t in tensors if memory(t) in symbolic}
+    factory = FakeFactory(fake_mode, (described[id(t)] for t in tensors if id(t) in described))
 
-    def __init__(self, general: Sequence[Any], values: Mapping[sympy.Symbol, int], fake_mode: FakeTensorMode) -> None:
-        self.values = {symbol: sympy.Integer(value) for symbol, value in values.items()}
-        self.fake_mode = fake_mode
-        self.storages: dict[int, torch.Tensor] = {}
-        tensors = [value for value in general if isinstance(value, torch.Tensor)]
-        # A static buffer gets a new storage too when a symbolic slice of it is another placeholder.
-        self.symbolic_storages = {memory(value) for value in tensors if self._is_symbolic(value)}
-        self.num_users = Counter(map(memory, tensors))
-
-    def __call__(self, value: Any) -> Any:
+    def of(value: Any) -> Any:
         if isinstance(value, torch.SymInt):
-            return self.size(value)
-        if not isinstance(value, torch.Tensor) or memory(value) not in self.symbolic_storages:
-            return value
-        sizes, strides = [self.size(s) for s in value.shape], [self.size(s) for s in value.stride()]
-        offset = self.size(value.storage_offset())
-        with self.fake_mode:
-            if self.num_users[memory(value)] == 1 and offset == 0:
-                # Not as a view of a base: AOTAutograd goes by the record of views when a piece returns a view of it.
-                return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
-            storage = value.untyped_storage()
-            base = self.storages.get(storage._cdata)
-            if base is None:
-                num_bytes = self.size(storage.nbytes())
-                base = torch.empty(num_bytes // value.element_size(), dtype=value.dtype, device=value.device)
-                self.storages[storage._cdata] = base
-            flat = base if base.dtype == value.dtype else base.view(value.dtype)
-            return flat.as_strided(sizes, strides, offset)
+            return factory.size(fill(size_expr(value), values))
+        description: TensorDescription | None = described.get(id(value))
+        return value if description is None else factory.tensor(description)
 
-    def size(self, size: Any) -> Any:
-        if not isinstance(size, torch.SymInt):
-            return size
-        expr = size.node.expr.xreplace(self.values)
-        if expr.is_Integer:
-            return int(expr)
-        assert self.fake_mode.shape_env is not None
-        return self.fake_mode.shape_env.create_symintnode(expr, hint=None)
+    return [of(value) for value in general]
 
-    @staticmethod
-    def _is_symbolic(tensor: torch.Tensor) -> bool:
-        sizes = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
-        return any(isinstance(size, torch.SymInt) for size in sizes)
+
+def _is_symbolic(tensor: torch.Tensor) -> bool:
+    return any(isinstance(size, torch.SymInt) for size in (*tensor.shape, *tensor.stride(), tensor.storage_offset()))

@@ -31,8 +31,8 @@ class Piece:
     """A maximal run of nodes between split ops."""
 
     index: int
-    graph_module: GraphModule
-    """Placeholders in order of first use; returns a tuple of what later subgraphs need."""
+    graph_module: GraphModule | None
+    """Placeholders in order of first use; returns a tuple of what later subgraphs need. None: see `PiecewiseGraph`."""
 
     @property
     def name(self) -> str:

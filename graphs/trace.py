@@ -49,13 +49,14 @@ class SizeRef:
     """A leaf of the output structure: a number computed from the dynamic dims' sizes, padding not counted."""
 
     def __init__(self, expr: sympy.Expr, symbols: Mapping[str, sympy.Symbol]) -> None:
-        self._expr = expr
-        self._symbols = symbols
+        self.expr = expr
+        self.symbols = symbols
+        """Dim name -> what stands for it in `expr`."""
 
     def at(self, sizes: Mapping[str, int]) -> int:
         """Its value for sizes by name."""
-        values = {symbol: sympy.Integer(sizes[name]) for name, symbol in self._symbols.items()}
-        return int(self._expr.xreplace(values))
+        values = {symbol: sympy.Integer(sizes[name]) for name, symbol in self.symbols.items()}
+        return int(self.expr.xreplace(values))
 
 
 class BindingRef:
@@ -66,22 +67,17 @@ class BindingRef:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Traced:
-    """One trace of a model."""
+class TraceFacts:
+    """What is known of a trace, wherever it was made."""
 
-    graph_module: torch.fx.GraphModule
-    """Torch-level graph; parameters, buffers and sizes are placeholders; `example_value` on every node."""
     bindings: Bindings
     """What each placeholder is, in order."""
     output: Any
     """The model's output structure with `OutputRef`, `BindingRef`, `SizeRef` or constants as leaves."""
-    symbols: Mapping[str, sympy.Symbol]
-    """Dynamic dim name -> its symbol."""
     intervals: audit.Intervals
     """The sizes for which the trace is valid, of each dynamic dim that the graph depends on."""
     frozen: tuple[str, ...]
     """Guards on Python state that the trace read once: a change of that state is not seen."""
-    shape_env: ShapeEnv
     mode: Mode = "unbacked"
     unbacked_failure: str | None = None
     """Why the trace is backed, when it is."""
@@ -96,6 +92,17 @@ class Traced:
     def interval(self) -> audit.Interval:
         """The numbers of tokens for which the trace is valid."""
         return self.intervals.get(TOKENS, audit.ANY_SIZE)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traced(TraceFacts):
+    """One trace of a model, with its graph."""
+
+    graph_module: torch.fx.GraphModule
+    """Torch-level graph; parameters, buffers and sizes are placeholders; `example_value` on every node."""
+    symbols: Mapping[str, sympy.Symbol]
+    """Dynamic dim name -> its symbol."""
+    shape_env: ShapeEnv
 
 
 def trace(
@@ -121,12 +128,12 @@ def trace(
     with COMPILE_LOCK, torch.inference_mode():
         reason = None
         attempt = _Attempt(model, signature, contract, evaluate_guards)
+        safe = {name: max(size, 2) for name, size in sizes.items()}
         if not backed:
             try:
-                return attempt(sizes, "unbacked")
+                return attempt(safe, "unbacked")
             except (TraceError, *DYNAMO_ERRORS) as error:
                 reason = _first_line(error)
-        safe = {name: max(size, 2) for name, size in sizes.items()}
         try:
             traced = attempt(safe, "backed")
         except TraceError:

@@ -137,6 +137,8 @@ class AttentionSpec:
     """Elements of one head."""
     block_size: int
     """Tokens in one cache block."""
+    window_size: int = 0
+    """Tokens that a token attends to, itself included; 0: all before it."""
 
 
 class AttentionForward(Protocol):
@@ -151,6 +153,7 @@ class AttentionForward(Protocol):
         v_cache: torch.Tensor,
         out: torch.Tensor,
         scale: float,
+        window_size: int,
         context: AttentionContext,
         /,
     ) -> None: ...
@@ -238,6 +241,7 @@ def paged_attention(
     v_cache: torch.Tensor,
     out: torch.Tensor,
     scale: float,
+    window_size: int = 0,
 ) -> None:
     """Stores this step's K and V into a layer's paged cache, then attends causally over each request's tokens.
 
@@ -252,14 +256,17 @@ def paged_attention(
         v_cache: like `k_cache`.
         out: like `q`; every row is written.
         scale: factor on the scores, usually `head_size ** -0.5`.
+        window_size: a token attends to itself and the `window_size - 1` tokens before it; 0: to all before it.
 
     Raises:
         ContextError: no step is running, or its context is no `AttentionContext`.
-        InputError: shapes do not fit each other or the context.
+        InputError: shapes do not fit each other or the context, or `window_size` is negative.
         NotAvailableError: no implementation supports these tensors.
     """
     context = get_context(AttentionContext)
     _check_shapes(q, k, v, k_cache, v_cache, out, context)
+    if window_size < 0:
+        raise InputError(f"paged_attention: window_size: expected 1 or more, or 0 for none, got {window_size}; use 0")
     spec = AttentionSpec(
         device_type=q.device.type,
         dtype=q.dtype,
@@ -268,8 +275,9 @@ def paged_attention(
         num_kv_heads=k.shape[1],
         head_size=q.shape[2],
         block_size=k_cache.shape[1],
+        window_size=window_size,
     )
-    _choose(spec, IMPLEMENTATIONS)[1](q, k, v, k_cache, v_cache, out, scale, context)
+    _choose(spec, IMPLEMENTATIONS)[1](q, k, v, k_cache, v_cache, out, scale, window_size, context)
 
 
 def _check_shapes(

@@ -26,14 +26,15 @@ def paged_attention(
     v_cache: torch.Tensor,
     out: torch.Tensor,
     scale: float,
+    window_size: int,
     context: AttentionContext,
 ) -> None:
     """Stores K and V, then attends; arguments as in `piecework.ops.attention.paged_attention`."""
     _store(k, v, k_cache, v_cache, context.slot_mapping)
     if all(query_len == 1 for query_len in context.query_lens_host):
-        _attend_single(q, k_cache, v_cache, out, scale, context)
+        _attend_single(q, k_cache, v_cache, out, scale, window_size, context)
     else:
-        _attend_ragged(q, k_cache, v_cache, out, scale, context)
+        _attend_ragged(q, k_cache, v_cache, out, scale, window_size, context)
     out[context.num_tokens :].zero_()
 
 
@@ -64,6 +65,7 @@ def _attend_single(
     v_cache: torch.Tensor,
     out: torch.Tensor,
     scale: float,
+    window_size: int,
     context: AttentionContext,
 ) -> None:
     """Attends for a batch in which every request has one new token."""
@@ -76,7 +78,10 @@ def _attend_single(
     for first in range(0, num_reqs, at_once):
         rows = slice(first, min(first + at_once, num_reqs))
         blocks = context.block_table[rows]
-        hidden = positions >= context.seq_lens[rows, None]
+        seq_lens = context.seq_lens[rows, None]
+        hidden = positions >= seq_lens
+        if window_size:
+            hidden |= positions < seq_lens - window_size
         # [reqs, blocks, block_size, kv_heads, head_size] -> [reqs, kv_heads, tokens, head_size]
         keys = k_cache[blocks].flatten(1, 2).transpose(1, 2)
         values = v_cache[blocks].flatten(1, 2).transpose(1, 2)
@@ -92,6 +97,7 @@ def _attend_ragged(
     v_cache: torch.Tensor,
     out: torch.Tensor,
     scale: float,
+    window_size: int,
     context: AttentionContext,
 ) -> None:
     """Attends request by request, each with any number of new tokens after any number of cached ones."""
@@ -104,10 +110,14 @@ def _attend_ragged(
         for first in range(0, query_len, _SCORE_ROWS):
             num_rows = min(_SCORE_ROWS, query_len - first)
             position = seq_len - query_len + first
-            visible = position + num_rows
-            hidden = torch.ones(num_rows, visible, dtype=torch.bool, device=q.device).triu(position + 1)
+            begin = max(0, position + 1 - window_size) if window_size else 0
+            end = position + num_rows
+            hidden = torch.ones(num_rows, end - begin, dtype=torch.bool, device=q.device).triu(position + 1 - begin)
+            if window_size:
+                hidden |= torch.ones_like(hidden).tril(position - window_size - begin)
             rows = slice(row + first, row + first + num_rows)
-            result = _attend(q[rows].transpose(0, 1)[None], keys[:, :, :visible], values[:, :, :visible], hidden, scale)
+            seen = slice(begin, end)
+            result = _attend(q[rows].transpose(0, 1)[None], keys[:, :, seen], values[:, :, seen], hidden, scale)
             out[rows].copy_(result[0].transpose(0, 1))
         row += query_len
 

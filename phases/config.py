@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import ConfigError
 from .choices import Backend, CaptureDevice, Compiler, Phase, Startup, not_one_of
+from .fused import check_fused_ops
 from .ladder import BucketLadder, check_size, check_sizes
 
 
-def _doc(text: str, *, metavar: str | None = None, numeric: bool = False, many: bool = False) -> dict[str, Any]:
+def _doc(
+    text: str, *, metavar: str | None = None, numeric: bool = False, many: bool = False, commas: bool = False
+) -> dict[str, Any]:
     """The documentation of a field and how its flag reads values: the one source of `--help` and of the README."""
-    return {"doc": text, "metavar": metavar, "numeric": numeric, "many": many}
+    return {"doc": text, "metavar": metavar, "numeric": numeric, "many": many, "commas": commas}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,6 +151,15 @@ class GraphConfig:
         default=32,
         metadata=_doc("the largest bucket that whole-forward compile serves", metavar="N", numeric=True),
     )
+    fused_ops: tuple[str, ...] = field(
+        default=(),
+        metadata=_doc(
+            "who runs fused ops, as in none,+rms_norm: all (kernels) or none (native bodies), then +name and -name; "
+            "if unset, native bodies under inductor and kernels otherwise",
+            metavar="LIST",
+            commas=True,
+        ),
+    )
     evaluate_guards: bool = field(
         default=False,
         metadata=_doc("debugging: keep the guards of the trace and fail on a recompile"),
@@ -165,6 +177,7 @@ class GraphConfig:
             cache_dir: str | os.PathLike[str] | None = ...,
             enable_torch_compile: bool = ...,
             torch_compile_max_bs: int = ...,
+            fused_ops: Sequence[str] = ...,
             evaluate_guards: bool = ...,
         ) -> None: ...
 
@@ -175,6 +188,7 @@ class GraphConfig:
         _set(self, "capture_device", CaptureDevice.parse(self.capture_device, "capture_device"))
         _set(self, "cache_dir", _directory(self.cache_dir, "cache_dir"))
         check_size(self.torch_compile_max_bs, "torch_compile_max_bs")
+        _set(self, "fused_ops", check_fused_ops(self.fused_ops, "fused_ops"))
         for name in ("enable_torch_compile", "evaluate_guards"):
             value = getattr(self, name)
             if not isinstance(value, bool):

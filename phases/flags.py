@@ -33,6 +33,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "--cache-dir": ("cache_dir",),
     "--enable-torch-compile": ("enable_torch_compile",),
     "--torch-compile-max-bs": ("torch_compile_max_bs",),
+    "--fused-ops": ("fused_ops",),
     "--evaluate-guards": ("evaluate_guards",),
 }
 CONFIG = "--cuda-graph-config"
@@ -69,6 +70,8 @@ def graph_config_from_args(namespace: argparse.Namespace) -> GraphConfig:
         if value is not None:
             if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
                 value = value[0]  # one word, such as "all", stands for itself and not for a list
+            elif _field(paths).metadata["commas"] and isinstance(value, str):
+                value = [item.strip() for item in value.split(",")] if value.strip() else []
             for path in paths:
                 _put(config, path, value)
     if _given(namespace, DISABLE):
@@ -101,7 +104,9 @@ def _metavar(field: Field[Any]) -> str | None:
 
 
 def _default(field: Field[Any]) -> str:
-    return "unset" if field.default is None else "none" if field.default == () else in_words(field.default)
+    if field.default == ():
+        return "unset" if field.metadata["commas"] else "none"
+    return "unset" if field.default is None else in_words(field.default)
 
 
 def _given(namespace: argparse.Namespace, flag: str) -> Any:

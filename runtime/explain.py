@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..graphs.debug import MutationWitness
 from ..graphs.program import Program
+from ..ops.fused_choice import Choice as FusedChoice
 from ..phases import Phase, Resolved
 from .entries import Entry
 from .events import Counters
@@ -35,11 +36,13 @@ def explain(
     families: Sequence[ProgramFamily],
     counters: Counters,
     witness: MutationWitness | None,
+    fused: Mapping[Phase, FusedChoice],
 ) -> Explanation:
     """Collects what a runtime decided so far."""
     return Explanation(
         data={
             "phases": {str(phase): _phase(resolved, phase) for phase in Phase},
+            "fused_ops": {str(phase): {op.name: dataclasses.asdict(op) for op in fused[phase].ops} for phase in Phase},
             "startup": str(resolved.config.startup),
             "reasons": list(resolved.reasons),
             "traces": [_trace(program, family) for family in families for program in family.general],
@@ -66,6 +69,7 @@ def _trace(program: Program, family: ProgramFamily) -> dict[str, Any]:
     return {
         "inputs": str(family.signature),
         "compiler": str(family.compiler),
+        "kernels": dict(family.fused.kernels),
         "mode": graph.traced.mode,
         "valid_for": str(program.interval),
         "intervals": {name: str(interval) for name, interval in program.intervals.items()},
@@ -73,6 +77,7 @@ def _trace(program: Program, family: ProgramFamily) -> dict[str, Any]:
         "distinct_pieces": graph.num_distinct,
         "opaque_regions": graph.split.num_opaque,
         "split_ops": {op._schema.name: count for op, count in graph.split.matches.items()},
+        "regions_reused": graph.traced.regions_reused,
         "frozen": list(graph.traced.frozen),
     }
 
@@ -93,6 +98,16 @@ def _sizes(intervals: dict[str, str]) -> str:
     return " and ".join(f"{interval} {name}" for name, interval in intervals.items()) or "any size"
 
 
+def _fused_lines(phases: dict[str, Any]) -> Iterator[str]:
+    """A line for each fused op whose choice is not simply the default, of both phases if they agree."""
+    lines: dict[str, list[str]] = {}
+    for phase, ops in phases.items():
+        for op in ops.values():
+            if not op["by_default"]:
+                lines.setdefault(f"{op['name']} runs {op['runs']} ({op['reason']})", []).append(phase)
+    yield from (f"fused op {line} in {' and '.join(names)}" for line, names in lines.items())
+
+
 _MAX_FROZEN = 2
 """Values shown; `as_dict` has all of them."""
 
@@ -104,6 +119,7 @@ def _lines(data: dict[str, Any]) -> Iterator[str]:
         )
     yield f"startup: {data['startup']}"
     yield from (f"  {reason}" for reason in data["reasons"])
+    yield from _fused_lines(data["fused_ops"])
     for trace in data["traces"]:
         yield (
             f"trace ({trace['inputs']}): {trace['mode']}, valid for {_sizes(trace['intervals'])}, "

@@ -13,11 +13,16 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ..errors import CompileError, RecompileError, TraceError
 from ..graphs.debug import MutationWitness
+from ..graphs.dynamo import COMPILE_LOCK
 from ..graphs.inputs import TOKENS, BoundInputs, Constant, InputContract, Signature
 from ..graphs.outputs import Rows
-from ..graphs.program import CompiledPieces, PiecewiseGraph, Program, ProgramKind
+from ..graphs.piece import CompiledPieces
+from ..graphs.program import Program, ProgramKind
+from ..graphs.stitched import PiecewiseGraph
 from ..graphs.trace import trace
 from ..ops import registry
+from ..ops.fused import tracing_with, use_choice
+from ..ops.fused_choice import Choice as FusedChoice
 from ..phases import Compiler
 from .events import Recorder
 
@@ -45,15 +50,19 @@ class AnyProgram(Protocol):
 
 
 class EagerProgram:
-    """The model's own forward. It needs no bucket, so it runs at the size that was asked for."""
+    """The model's own forward. It needs no bucket, so it runs at the size that was asked for.
+
+    Its fused ops run what `fused` says, whatever compiles the phase: also a fallback is eager code.
+    """
 
     kind: ProgramKind = "eager"
     rows: Mapping[str, Rows] | None = None
     written_inputs: tuple[str, ...] = ()
 
-    def __init__(self, model: torch.nn.Module, constants: tuple[tuple[str, Constant], ...]) -> None:
+    def __init__(self, model: torch.nn.Module, constants: tuple[tuple[str, Constant], ...], fused: FusedChoice) -> None:
         self._model = model
         self._constants = dict(constants)
+        self._fused = fused
 
     def holds_at(self, sizes: Mapping[str, int]) -> bool:
         """Always: nothing was assumed."""
@@ -66,7 +75,8 @@ class EagerProgram:
         asked: Mapping[str, int] | None = None,
     ) -> Any:
         """Runs the forward on the inputs as they are."""
-        return self._model(**tensors, **self._constants)
+        with use_choice(self._fused):
+            return self._model(**tensors, **self._constants)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,11 +102,14 @@ class ProgramFamily:
         signature: Signature,
         contract: InputContract,
         compiler: Compiler,
+        fused: FusedChoice,
         compiled: CompiledPieces,
         witness: MutationWitness | None,
     ) -> None:
         self.signature = signature
         self.compiler = compiler
+        self.fused = fused
+        """What the fused ops are in its traces."""
         self.general: list[Program] = []
         self.unmatched: tuple[str, ...] = ()
         self._model = model
@@ -185,18 +198,22 @@ class ProgramFamily:
         registry.load_entry_points()
         started = time.perf_counter()
         guarded = self._witness is not None
-        with recorder.progress("tracing the model"):
+        with recorder.progress("tracing the model"), COMPILE_LOCK, tracing_with(self.fused):
             traced = trace(
                 self._model, self.signature, self._contract, sizes=sizes, evaluate_guards=guarded, backed=backed
             )
-            graph = PiecewiseGraph(traced, self._contract, ambient=self.signature.ambient)
+            graph = PiecewiseGraph.from_trace(traced, self._contract, ambient=self.signature.ambient)
         recorder.record(
             "trace",
             seconds=time.perf_counter() - started,
             mode=traced.mode,
             interval=str(traced.interval),
             signature=str(self.signature),
+            kernels=dict(self.fused.kernels),
         )
+        recorder.counters.add("regions_reused", traced.regions_reused, recorder.scope)
+        if traced.regions_failure is not None:
+            recorder.fallback("repeated layers were traced one by one", because=traced.regions_failure)
         if traced.unbacked_failure is not None:
             recorder.fallback("the model decides on a size: traced backed", because=traced.unbacked_failure)
         self.unmatched = registry.record_matches(graph.split.matches)
@@ -220,12 +237,13 @@ def _needs_sizes(error: BaseException | None) -> bool:
     return False
 
 
-def check_guards(program: AnyProgram, bound: BoundInputs) -> None:
-    """Under `evaluate_guards`: raises RecompileError when this call would need another trace."""
+def check_guards(program: AnyProgram, bound: BoundInputs, fused: FusedChoice) -> None:
+    """Under `evaluate_guards`: raises RecompileError when this call, with `fused`, would need another trace."""
     if not isinstance(program, Program) or program.graph.traced.guards is None:
         return
     try:
-        program.graph.traced.guards.check(bound, program.graph.traced.mode)
+        with COMPILE_LOCK, tracing_with(fused):
+            program.graph.traced.guards.check(bound, program.graph.traced.mode)
     except DynamoRecompileError as error:
         raise RecompileError(
             f"evaluate_guards: the program was traced under conditions that no longer hold, so its result would be "

@@ -19,14 +19,18 @@ from ..graphs.debug import MutationWitness
 from ..graphs.dump import dump_program
 from ..graphs.inputs import TOKENS, BoundInputs, InputContract, Signature, ambient_state, pad_tensor
 from ..graphs.outputs import OutputContract, OutputDims
-from ..graphs.program import CompiledPieces
+from ..graphs.piece import CompiledPieces
 from ..ops.context import padded_fields, use_context
+from ..ops.fused_choice import Choice as FusedChoice
+from ..ops.fused_choice import choose
 from ..phases import Compiler, GraphConfig, Phase, resolve
 from .entries import Entry, EntryKey
 from .events import Counters, Event, Recorder, Scope
 from .explain import Explanation, explain
+from .forward import check_arguments, check_mapping
 from .programs import AnyProgram, EagerProgram, ProgramFamily, check_guards
 from .startup import POLICIES
+from .step import inside_step
 
 MAX_SIGNATURES = 8
 """Sets of inputs that a runtime traces for; a call with yet another one runs eagerly."""
@@ -62,17 +66,27 @@ class Runtime:
 
         Raises:
             ConfigError: the config asks for something that does not exist or is not available.
-            InputError: `dynamic_dims`, `pad` or `example_inputs` do not fit together.
+            InputError: `dynamic_dims`, `pad` or `example_inputs` do not fit together, or not the model's forward.
             TraceError, CompileError: under `startup="eager"`, as from `run`.
         """
+        config = config if config is not None else GraphConfig()
+        optional = {"pad": pad, "example_inputs": example_inputs}
+        given = {name: value for name, value in optional.items() if value is not None}
+        self._parameters = check_arguments(model, config, {"dynamic_dims": dynamic_dims, **given})
         device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
         self.model = model
         self.resolved = resolve(
-            config if config is not None else GraphConfig(),
+            config,
             device_type=device.type,
             cuda_available=torch.cuda.is_available(),
         )
         self.config = self.resolved.config
+        # Eager is always among them: a step that no trace holds for is eager code.
+        compilers = (Compiler.EAGER, *(self.config.phase(phase).compiler for phase in Phase))
+        self._fused: dict[Compiler, FusedChoice] = {
+            compiler: choose(self.config.fused_ops, compiler=compiler, device_type=device.type)
+            for compiler in compilers
+        }
         self.counters = Counters()
         self._recorder = Recorder(self.counters)
         self._contract = InputContract(dynamic_dims, pad)
@@ -98,7 +112,8 @@ class Runtime:
             The structure that the model returns, made under `torch.inference_mode`.
 
         Raises:
-            InputError: the inputs do not fit `dynamic_dims`, or the context's fields do not fit the inputs.
+            InputError: the inputs do not fit `dynamic_dims` or the model's forward, or the context's fields do not fit
+                the inputs.
             TraceError: the model cannot become one graph.
             CompileError: a compiler failed on a piece of the general program.
             RecompileError: under `evaluate_guards`, the trace no longer holds.
@@ -107,14 +122,14 @@ class Runtime:
         if self._closed:
             raise RuntimeClosedError("run: this Runtime was closed; make a new one")
         phase = _phase(phase)
-        bound = self._contract.bind(inputs)
+        bound = self._contract.bind(check_mapping("inputs", inputs))
         entry, program, sizes = self._pick(phase, bound)
         size = sizes[TOKENS]
         if self._witness is not None:
-            check_guards(program, bound)
+            check_guards(program, bound, self._fused[self.config.phase(phase).compiler])
         tensors = bound.tensors if program.kind == "eager" else self._contract.pad_to_bucket(bound, size)
         padded_context = _pad_context(context, bound, size)
-        with torch.inference_mode(), use_context(padded_context):
+        with torch.inference_mode(), use_context(padded_context), inside_step():
             outputs = program(tensors, sizes, bound.sizes)
             for name in program.written_inputs:
                 self._contract.copy_back(name, bound.tensors[name], tensors[name])
@@ -166,6 +181,7 @@ class Runtime:
             families=tuple(self._families.values()),
             counters=self.counters,
             witness=self._witness,
+            fused={phase: self._fused[self.config.phase(phase).compiler] for phase in Phase},
         )
 
     def dump(self, directory: str | os.PathLike[str]) -> Path:
@@ -234,7 +250,7 @@ class Runtime:
             choice = entry.family.choose(size, bound.sizes, recorder)
         if choice.fallback is not None:
             recorder.fallback(choice.fallback, sizes=sizes)
-        program = choice.program or EagerProgram(self.model, bound.signature.constants)
+        program = choice.program or self._eager(bound)
         return entry, program, {**sizes, TOKENS: choice.size if choice.program is not None else num_tokens}
 
     def _build(self, phase: Phase, bound: BoundInputs, bucket: int | None, *, in_step: bool) -> Entry:
@@ -253,7 +269,9 @@ class Runtime:
 
     def _make_entry(self, phase: Phase, bound: BoundInputs, bucket: int | None, recorder: Recorder) -> Entry:
         config = self.config.phase(phase)
-        eager = EagerProgram(self.model, bound.signature.constants)
+        names = [*(name for name, *_ in bound.signature.tensors), *dict(bound.signature.constants)]
+        self._parameters.check_inputs(names)
+        eager = self._eager(bound)
         why = "compiler eager" + ("; specialize has no effect" if config.specialize else "")
         entry = Entry(phase=phase, bucket=bucket, family=None, program=eager, size=None, why=why, build_s=0)
         if config.compiler is Compiler.EAGER:
@@ -281,6 +299,9 @@ class Runtime:
                 recorder.fallback("specialising failed: general", error=str(error))
         return entry
 
+    def _eager(self, bound: BoundInputs) -> EagerProgram:
+        return EagerProgram(self.model, bound.signature.constants, self._fused[Compiler.EAGER])
+
     def _family(self, signature: Signature, compiler: Compiler, recorder: Recorder) -> ProgramFamily | None:
         family = self._families.get((signature, compiler))
         if family is not None:
@@ -293,7 +314,9 @@ class Runtime:
             recorder.fallback(
                 "the set of inputs differs: traced another program", inputs=str(signature), first=str(others[0])
             )
-        family = ProgramFamily(self.model, signature, self._contract, compiler, self._compiled, self._witness)
+        family = ProgramFamily(
+            self.model, signature, self._contract, compiler, self._fused[compiler], self._compiled, self._witness
+        )
         self._families[signature, compiler] = family
         return family
 

@@ -15,7 +15,19 @@ from piecework import errors
 
 CONTRACT = {
     *("Phase", "Backend", "Compiler", "Startup", "CaptureDevice", "PhaseConfig", "GraphConfig"),
-    *("BucketLadder", "resolve", "split_op", "split_ops", "context_field", "get_context", "use_context", "Runtime"),
+    *(
+        "BucketLadder",
+        "resolve",
+        "split_op",
+        "split_ops",
+        "fused_op",
+        "fused_ops",
+        "context_field",
+        "get_context",
+        "use_context",
+        "Runtime",
+    ),
+    *("PackedContext", "transformers_attention", "compilable"),
 }
 
 

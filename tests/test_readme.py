@@ -56,6 +56,8 @@ def test_the_example_runs_and_counts_what_the_text_says(example, capsys):
     assert (counters["traces"], counters["pieces"], counters["distinct_pieces"]) == (1, 5, 3)
     assert (counters["compiles_general"], counters["compiles_specialized"]) == (3, 3)
     assert "readme_example::causal_attention" in [op.name for op in pw.split_ops()]
+    assert example["scores"].shape == (3, 8)
+    assert example["scorer"].runtime.counters["steps"] == 1
 
 
 def test_every_command_that_the_readme_names_exists():

@@ -15,7 +15,7 @@ from torch import nn
 
 from piecework.graphs.dump import dump_program
 from piecework.graphs.inputs import InputContract
-from piecework.graphs.program import PiecewiseGraph
+from piecework.graphs.stitched import PiecewiseGraph
 
 from .toys import Fn, accumulate, applied, assert_same, halves, run_eager, trace_model
 
@@ -70,7 +70,7 @@ def in_place(m: Any, x: torch.Tensor) -> Any:
 @pytest.mark.parametrize("function", [layers, arithmetic, constants, in_place])
 def test_a_dump_runs_and_equals_the_model(function, tmp_path, load):
     model = Fn(function, weight=torch.randn(4, 4), cache=torch.zeros(4))
-    graph = PiecewiseGraph(trace_model(model, X), InputContract({"x": 0}))
+    graph = PiecewiseGraph.from_trace(trace_model(model, X), InputContract({"x": 0}))
     path = dump_program(graph, tmp_path)
     assert path == tmp_path / "program.py"
     program = load()
@@ -88,7 +88,7 @@ def test_a_dump_runs_and_equals_the_model(function, tmp_path, load):
 def test_a_dump_is_readable(tmp_path):
     """One file a distinct piece, named by its fingerprint; the main file says where it was cut and for which sizes."""
     model = Fn(layers, weight=torch.randn(4, 4), cache=torch.zeros(4))
-    graph = PiecewiseGraph(trace_model(model, X), InputContract({"x": 0}))
+    graph = PiecewiseGraph.from_trace(trace_model(model, X), InputContract({"x": 0}))
     text = dump_program(graph, tmp_path / "deep" / "dump").read_text()
     pieces = sorted(p.name for p in (tmp_path / "deep" / "dump").glob("piece_*.py"))
     assert len(pieces) == graph.num_distinct

@@ -20,9 +20,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from piecework.graphs.audit import Interval
-from piecework.graphs.fingerprint import canonical_text, fingerprint
+from piecework.graphs.fingerprint import canonical, fingerprint
 from piecework.graphs.inputs import InputContract
-from piecework.graphs.program import PiecewiseGraph
+from piecework.graphs.stitched import PiecewiseGraph
 
 from .toys import Fn, applied, double, trace_model
 
@@ -120,7 +120,7 @@ class Builder:
 
 
 def text_of(description: Description, seed: int = 0) -> str:
-    return canonical_text(Builder(seed).build(description))
+    return canonical(Builder(seed).build(description)).text
 
 
 BINARY: list[Any] = [operator.add, operator.mul, torch.add, torch.sub, torch.ops.aten.add.Tensor, "add", "mul", "add_"]
@@ -315,14 +315,14 @@ def test_a_symbolic_size_among_the_arguments():
             graph.output((graph.call_function(torch.add, (x, builder.size("s") + plus)),))
         return GraphModule(nn.Module(), graph)
 
-    assert canonical_text(graph(1)) != canonical_text(graph(2))
-    assert "SymInt s0" in canonical_text(graph(1))
+    assert canonical(graph(1)).text != canonical(graph(2)).text
+    assert "SymInt s0" in canonical(graph(1)).text
 
 
 def test_the_interval_of_a_symbol_counts():
     module = Builder(0).build(one_step(torch.relu))
     symbol = module.graph.find_nodes(op="placeholder")[0].meta["example_value"].shape[0].node.expr
-    texts = {canonical_text(module, intervals={symbol: i}) for i in (Interval(), Interval(2), Interval(0, 8))}
+    texts = {canonical(module, intervals={symbol: i}).text for i in (Interval(), Interval(2), Interval(0, 8))}
     assert len(texts) == 3
 
 
@@ -331,7 +331,7 @@ def with_constant(value: Any) -> str:
     module.constant = value
     graph = Graph()
     graph.output((graph.get_attr("constant"),))
-    return canonical_text(GraphModule(module, graph))
+    return canonical(GraphModule(module, graph)).text
 
 
 def test_constant_tensors_count_by_value():
@@ -366,7 +366,7 @@ def nested(body: Callable[[Any], Any]) -> str:
     module.body = torch.fx.symbolic_trace(body)
     graph = Graph()
     graph.output((graph.get_attr("body"),))
-    return canonical_text(GraphModule(module, graph))
+    return canonical(GraphModule(module, graph)).text
 
 
 def test_nested_graphs_count():
@@ -392,7 +392,7 @@ class Layers(nn.Module):
 
 
 def pieces_of(model: nn.Module) -> list[str]:
-    graph = PiecewiseGraph(trace_model(model, {"x": torch.randn(3, 4)}), InputContract({"x": 0}))
+    graph = PiecewiseGraph.from_trace(trace_model(model, {"x": torch.randn(3, 4)}), InputContract({"x": 0}))
     return [graph.fingerprints[piece.name] for piece in graph.split.pieces]
 
 

@@ -13,7 +13,8 @@ from piecework.errors import CompileError
 from piecework.graphs import compilers
 from piecework.graphs.audit import Interval
 from piecework.graphs.inputs import InputContract
-from piecework.graphs.program import CompiledPieces, PiecewiseGraph
+from piecework.graphs.piece import CompiledPieces
+from piecework.graphs.stitched import PiecewiseGraph
 from piecework.phases import Compiler
 
 from .toys import CALLS, Fn, accumulate, applied, assert_equals_model, assert_same, run, run_eager, trace_model
@@ -46,7 +47,7 @@ def layers(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 def graph_of(function: Any, inputs: Any = X, dims: Any = None, **tensors: torch.Tensor) -> PiecewiseGraph:
     dims = dims or {"x": {0: "tokens"}}
-    return PiecewiseGraph(trace_model(Fn(function, **tensors), inputs, dims), InputContract(dims))
+    return PiecewiseGraph.from_trace(trace_model(Fn(function, **tensors), inputs, dims), InputContract(dims))
 
 
 def test_equal_pieces_are_compiled_once():
@@ -97,7 +98,7 @@ def test_specialised_programs_equal_the_model(bucket, compiler):
     model = Fn(function, weight=torch.randn(4, 4))
     # Traced at another size than the bucket.
     dims = {"x": {0: "tokens"}}
-    graph = PiecewiseGraph(trace_model(model, X, dims), InputContract(dims))
+    graph = PiecewiseGraph.from_trace(trace_model(model, X, dims), InputContract(dims))
     program = graph.compile_specialized(bucket, Compiler(compiler), {}, Log())
     inputs = {"x": torch.randn(bucket, 4)}
     assert_same(run(program, inputs), run_eager(model, inputs))
@@ -131,7 +132,7 @@ def test_a_specialised_piece_writes_into_a_slice_of_a_static_buffer(compiler):
         return m.cache[:1] * 2 + x
 
     model = Fn(function, cache=torch.zeros(8, 4))
-    graph = PiecewiseGraph(trace_model(model, X), InputContract({"x": 0}))
+    graph = PiecewiseGraph.from_trace(trace_model(model, X), InputContract({"x": 0}))
     program = graph.compile_specialized(3, Compiler(compiler), {}, Log())
     reference = Fn(function, cache=torch.zeros(8, 4))
     for _ in range(2):
@@ -192,7 +193,7 @@ def test_every_piece_keeps_the_guards_under_which_it_was_compiled(restricting):
     compiled: CompiledPieces = {}
     graph.compile_general(Compiler.AOT_EAGER, compiled, Log())
     assert len(asked) >= 2
-    assert {piece.intervals["tokens"] for piece in compiled.values()} == {Interval(0, 4096)}
+    assert {piece.intervals["s0"] for piece in compiled.values()} == {Interval(0, 4096)}
     other = graph_of(lambda m, x: applied(x - 1) * 2)
     shared = [key for key in compiled if key[0] in other.fingerprints.values()]
     assert len(shared) == 1
@@ -213,7 +214,7 @@ def test_pieces_without_tokens_take_no_interval(restricting):
     compiled: CompiledPieces = {}
     program = graph.compile_general(Compiler.AOT_EAGER, compiled, Log())
     assert program.interval == Interval(0, 4096)
-    assert [piece.intervals for piece in compiled.values()] == [{"tokens": Interval(0, 4096)}, {}]
+    assert [piece.intervals for piece in compiled.values()] == [{"s0": Interval(0, 4096)}, {}]
 
 
 def test_a_guard_of_the_compiler_on_another_dim_narrows_that_dim(restricting):

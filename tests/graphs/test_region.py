@@ -11,8 +11,8 @@ from torch import nn
 
 from piecework.graphs import trace as trace_module
 from piecework.graphs.inputs import InputContract
-from piecework.graphs.program import PiecewiseGraph
 from piecework.graphs.region import MAX_VARIANTS, MIN_LAYERS, RegionError, mark_regions, reuse_is_supported
+from piecework.graphs.stitched import PiecewiseGraph
 from piecework.graphs.trace import Traced
 
 from .toys import TOKENS_FIRST, accumulate, applied, assert_equals_model, run_eager, trace_model
@@ -72,7 +72,7 @@ def flat(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def texts(traced: Traced) -> list[str]:
-    graph = PiecewiseGraph(traced, InputContract(TOKENS_FIRST))
+    graph = PiecewiseGraph.from_trace(traced, InputContract(TOKENS_FIRST))
     return [graph.texts[piece.name] for piece in graph.split.pieces]
 
 
@@ -236,6 +236,16 @@ class ResidualStack(Stack):
         return x, residual
 
 
+class AliasedStack(Stack):
+    """Its first layer gets one tensor as two arguments."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        residual = x
+        for layer in self.layers:
+            x, residual = layer(x, residual=residual)
+        return x, residual
+
+
 class Collecting(Stack):
     """Every layer's output crosses into one piece: equal fake tensors would be one tensor there."""
 
@@ -280,6 +290,7 @@ class Branching(Layer):
     [
         pytest.param(stack(layer=InPlace), id="writes in place"),
         pytest.param(ResidualStack(*(Residual() for _ in range(5))), id="keyword, two outputs"),
+        pytest.param(AliasedStack(*(Residual() for _ in range(6))), id="one tensor twice"),
         pytest.param(Collecting(*(Layer() for _ in range(5))), id="outputs collected"),
         pytest.param(stack(layer=Cast), id="autocast"),
         pytest.param(OptionalStack(*(Optional() for _ in range(5))), id="not only tensors out"),
@@ -357,3 +368,12 @@ def test_a_layer_that_sets_an_attribute_is_refused() -> None:
     with pytest.raises(trace_module.TraceError, match="layers.0.seen"):
         trace_model(model, INPUTS)
     assert not hasattr(model.layers[0], "seen")
+
+
+@needs_reuse
+def test_a_call_with_one_tensor_twice_is_no_region(flat: Any) -> None:
+    """Stamps of it would take one tensor for both arguments; the other layers are reused all the same."""
+    model = AliasedStack(*(Residual() for _ in range(6)))
+    traced = trace_model(model, INPUTS)
+    assert traced.regions_reused == 4
+    assert texts(traced) == texts(flat(model, INPUTS))

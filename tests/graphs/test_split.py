@@ -387,9 +387,9 @@ def test_32_layers():
         return x.sum(-1)
 
     from piecework.graphs.inputs import InputContract
-    from piecework.graphs.program import PiecewiseGraph
+    from piecework.graphs.stitched import PiecewiseGraph
 
-    graph = PiecewiseGraph(trace_model(Fn(function, weight=torch.randn(4, 4)), X), InputContract({"x": 0}))
+    graph = PiecewiseGraph.from_trace(trace_model(Fn(function, weight=torch.randn(4, 4)), X), InputContract({"x": 0}))
     assert graph.split.num_opaque == 32
     assert len(graph.split.pieces) == 33
     assert graph.num_distinct == 3

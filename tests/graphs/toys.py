@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from piecework.graphs.inputs import InputContract
-from piecework.graphs.program import PiecewiseGraph, Program
+from piecework.graphs.program import Program
 from piecework.graphs.recorder import NullRecorder
+from piecework.graphs.stitched import PiecewiseGraph
 from piecework.graphs.trace import Traced, trace
 from piecework.ops.registry import split_op
 from piecework.phases import Compiler
@@ -127,7 +128,7 @@ def make_program(
     bucket: int | None = None,
 ) -> Program:
     """The general program of a model, or the one specialised for `bucket`."""
-    graph = PiecewiseGraph(trace_model(model, inputs, dynamic_dims), InputContract(dynamic_dims))
+    graph = PiecewiseGraph.from_trace(trace_model(model, inputs, dynamic_dims), InputContract(dynamic_dims))
     if bucket is not None:
         return graph.compile_specialized(bucket, Compiler(compiler), {}, NullRecorder())
     return graph.compile_general(Compiler(compiler), {}, NullRecorder())

@@ -33,23 +33,26 @@ class Step:
     """[num_tokens, num_heads, head_size], float64, padding not included."""
     keys: list[torch.Tensor]
     """Per request, all its keys: [seq_len, num_kv_heads, head_size]."""
+    window_size: int = 0
 
     def run(self, out: torch.Tensor | None = None) -> torch.Tensor:
         out = torch.full(self.q.shape, float("nan"), dtype=self.q.dtype) if out is None else out
         with use_context(self.context):
-            paged_attention(self.q, self.k, self.v, self.k_cache, self.v_cache, out, HEAD_SIZE**-0.5)
+            caches = (self.k_cache, self.v_cache)
+            paged_attention(self.q, self.k, self.v, *caches, out, HEAD_SIZE**-0.5, self.window_size)
         return out
 
 
-def dense(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def dense(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window_size: int = 0) -> torch.Tensor:
     """One request: q [n, heads, d], keys and values [s, kv_heads, d], causal with the queries last; float64."""
     n, s, group = len(q), len(keys), q.shape[1] // keys.shape[1]
     result = torch.empty(q.shape, dtype=torch.float64)
     for row in range(n):
         for head in range(q.shape[1]):
-            seen = s - n + row + 1
-            scores = keys[:seen, head // group].double() @ q[row, head].double() * HEAD_SIZE**-0.5
-            result[row, head] = scores.softmax(0) @ values[:seen, head // group].double()
+            end = s - n + row + 1
+            seen = slice(max(0, end - window_size) if window_size else 0, end)
+            scores = keys[seen, head // group].double() @ q[row, head].double() * HEAD_SIZE**-0.5
+            result[row, head] = scores.softmax(0) @ values[seen, head // group].double()
     return result
 
 
@@ -63,6 +66,7 @@ def make_step(
     padding: int = 0,
     dtype: torch.dtype = torch.float64,
     stale: float = float("nan"),
+    window_size: int = 0,
 ) -> Step:
     """Requests whose prefix is in the cache already; q, k and v are views of one fused projection."""
     generator = torch.Generator().manual_seed(0)
@@ -84,7 +88,7 @@ def make_step(
             block, offset = blocks[position // block_size], position % block_size
             k_cache[block, offset], v_cache[block, offset] = prefix[0, position], prefix[1, position]
         keys, values = (torch.cat((old, new[row : row + n])) for old, new in zip(prefix, (k, v), strict=True))
-        expected.append(dense(q[row : row + n], keys, values))
+        expected.append(dense(q[row : row + n], keys, values, window_size))
         all_keys.append(keys)
         tables.append(blocks)
         row += n
@@ -94,7 +98,7 @@ def make_step(
     slots = torch.nn.functional.pad(context.slot_mapping, (0, padding), value=-1)
     context = dataclasses.replace(context, slot_mapping=slots)
     expected_all = torch.cat(expected) if expected else torch.empty(0, num_heads, HEAD_SIZE, dtype=torch.float64)
-    return Step(q, k, v, k_cache, v_cache, context, expected_all, all_keys)
+    return Step(q, k, v, k_cache, v_cache, context, expected_all, all_keys, window_size)
 
 
 BATCHES = {
@@ -116,6 +120,37 @@ def test_equals_dense_attention(batch: str, block_size: int, heads: tuple[int, i
     step = make_step(query_lens, prefix_lens, num_heads=heads[0], num_kv_heads=heads[1], block_size=block_size)
     assert not step.k.is_contiguous() or len(step.k) == 1
     torch.testing.assert_close(step.run(), step.expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+@pytest.mark.parametrize("window_size", [1, 2, 5, 11, 100])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_a_window_hides_what_lies_before_it(
+    batch: str, window_size: int, in_parts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if in_parts:
+        monkeypatch.setattr("piecework.ops.torch_native._SCORE_ROWS", 2)
+        monkeypatch.setattr("piecework.ops.torch_native._DECODE_TOKENS", 1)
+    step = make_step(*BATCHES[batch], window_size=window_size)
+    torch.testing.assert_close(step.run(), step.expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("batch", ["prefill after a prefix", "decode"])
+def test_what_a_window_hides_may_be_anything(batch: str) -> None:
+    query_lens, prefix_lens = BATCHES[batch]
+    step = make_step(query_lens, prefix_lens, window_size=2, block_size=1)
+    for request, prefix_len in enumerate(prefix_lens):
+        hidden = step.context.block_table[request, : max(0, prefix_len - 1)]
+        step.k_cache[hidden] = step.v_cache[hidden] = float("nan")
+    torch.testing.assert_close(step.run(), step.expected, rtol=1e-10, atol=1e-12)
+
+
+def test_without_a_window_size_there_is_no_window() -> None:
+    step = make_step([5, 1], [3, 6])
+    out = torch.empty_like(step.q)
+    with use_context(step.context):
+        paged_attention(step.q, step.k, step.v, step.k_cache, step.v_cache, out, HEAD_SIZE**-0.5)
+    torch.testing.assert_close(out, step.expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("batch", ["ragged prefill", "decode", "prefill and decode mixed"])
@@ -267,6 +302,7 @@ def test_needs_a_context() -> None:
         (lambda s: {"q": s.q[:, 0]}, r"expected q and out: .* got q \[3, 8\]"),
         (lambda s: {"k": s.k[:2]}, r"expected k and v: \[3, num_kv_heads, 8\]; got k \[2, 2, 8\]"),
         (lambda s: {"q": s.q[:, :3]}, "multiple of the key heads"),
+        (lambda s: {"window_size": -1}, "window_size: expected 1 or more, or 0 for none, got -1"),
         (lambda s: {"k_cache": s.k_cache[..., :4]}, r"k_cache and v_cache: \[num_blocks, block_size, 2, 8\]"),
         (lambda s: {"context": make_step([2], [0]).context}, "q has 3 tokens, but the context has 2"),
         (
@@ -301,7 +337,7 @@ def spec(**changes: Any) -> AttentionSpec:
 
 
 def test_the_choice_says_why_and_what_was_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose_implementation(spec()).name == "torch_native"
+    assert choose_implementation(spec()).name == choose_implementation(spec(window_size=4)).name == "torch_native"
     calls: list[int] = []
 
     def forward(*args: Any) -> None:
@@ -348,6 +384,7 @@ def test_opcheck() -> None:
     arguments = (step.q.nan_to_num(), step.k.nan_to_num(), step.v.nan_to_num(), step.k_cache, step.v_cache)
     with use_context(step.context):
         torch.library.opcheck(paged_attention, (*arguments, torch.zeros_like(step.q), 0.5))
+        torch.library.opcheck(paged_attention, (*arguments, torch.zeros_like(step.q), 0.5, 2))
 
 
 def _functional(

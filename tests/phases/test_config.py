@@ -44,6 +44,7 @@ graph_configs = st.builds(
     cache_dir=st.none() | st.text(min_size=1),
     enable_torch_compile=st.booleans(),
     torch_compile_max_bs=st.integers(1, 512),
+    fused_ops=st.sampled_from([(), ("all",), ("none", "+rms_norm"), ("-silu_and_mul", "all", "+rms_norm")]),
     evaluate_guards=st.booleans(),
 )
 
@@ -69,6 +70,7 @@ def test_plain_values_become_what_the_fields_declare() -> None:
     assert phase.specialize == (2,)
     assert isinstance(phase.max_padding_waste, float)
     config = GraphConfig(startup="eager", capture_device="tape", cache_dir=Path("a") / "b", decode={"buckets": [4]})
+    assert GraphConfig(fused_ops=["none", "+rms_norm"]).fused_ops == ("none", "+rms_norm")
     assert config.startup is Startup.EAGER
     assert config.capture_device is CaptureDevice.TAPE
     assert config.cache_dir == str(Path("a") / "b")
@@ -124,7 +126,7 @@ def test_every_field_is_documented(config: type[PhaseConfig]) -> None:
 
 def test_all_is_what_can_be_imported() -> None:
     assert sorted(piecework.phases.__all__) == piecework.phases.__all__
-    modules = {"choices", "config", "flags", "ladder", "resolve"}
+    modules = {"choices", "config", "flags", "fused", "ladder", "resolve"}
     public = {name for name in vars(piecework.phases) if not name.startswith("_")}
     assert public - modules == set(piecework.phases.__all__) - modules
 

@@ -26,6 +26,9 @@ def as_flags(values: dict[str, Any], prefix: str = "") -> list[str]:
     flag_of = {path: flag for flag, paths in FLAGS.items() for path in paths}
     words = []
     for name, value in values.items():
+        if name == "fused_ops":
+            words.append(f"{flag_of[name]}={','.join(value)}")
+            continue
         words += [flag_of[prefix + name], *map(str, value if isinstance(value, list) else [value])]
     return words
 
@@ -75,6 +78,24 @@ SHARED_ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"capture_device": "gpu"}, "capture_device: expected one of auto, cuda, tape, got 'gpu'; use one of these"),
     ({"cache_dir": ""}, "cache_dir: expected the path of a directory, got ''; name one or leave it out"),
     ({"torch_compile_max_bs": 0}, "torch_compile_max_bs: expected a positive integer, got 0; give 1 or more"),
+    (
+        {"fused_ops": ["none", "rms_norm"]},
+        "fused_ops: expected all, none, +name or -name, got 'rms_norm'; write +rms_norm or -rms_norm",
+    ),
+    (
+        {"fused_ops": ["all", "-a-b"]},
+        "fused_ops: expected all, none, +name or -name, got '-a-b'; remove or correct it",
+    ),
+    ({"fused_ops": ["all", ""]}, "fused_ops: expected all, none, +name or -name, got ''; remove or correct it"),
+    ({"fused_ops": ["all", "none"]}, "fused_ops: expected exactly one of all and none, got all and none; keep one"),
+    (
+        {"fused_ops": ["+rms_norm", "-silu_and_mul"]},
+        "fused_ops: expected exactly one of all and none, got only +rms_norm, -silu_and_mul; "
+        "add none to name what takes a kernel, or all to name what does not",
+    ),
+    ({"fused_ops": ["none", "none"]}, "fused_ops: expected each item once, got none more than once; keep one"),
+    ({"fused_ops": ["all", "-a", "-a"]}, "fused_ops: expected each item once, got -a more than once; keep one"),
+    ({"fused_ops": ["all", "-a", "+a"]}, "fused_ops: expected one sign for a, got +a and -a; keep one"),
 ]
 
 
@@ -129,6 +150,16 @@ def test_a_flag_for_both_phases_names_the_first() -> None:
             "prefill.max_padding_waste: expected a share from 0 to 1, got True; use 0.25 for a quarter",
         ),
         ({"torch_compile_max_bs": True}, "torch_compile_max_bs: expected a positive integer, got True; give 1 or more"),
+        (
+            {"fused_ops": "all"},
+            'fused_ops: expected a list like ["none", "+rms_norm"], got \'all\'; '
+            "list all or none, then +name and -name",
+        ),
+        (
+            {"fused_ops": 3},
+            'fused_ops: expected a list like ["none", "+rms_norm"], got 3; list all or none, then +name and -name',
+        ),
+        ({"fused_ops": ["all", 1]}, "fused_ops: expected all, none, +name or -name, got 1; remove or correct it"),
         ({"startup": None}, "startup: expected one of eager, lazy, tiered, got None; use one of these"),
         (
             {"decode": {"buckets": 8}},
@@ -147,7 +178,8 @@ def test_values_that_no_flag_can_say(values: dict[str, Any], text: str) -> None:
 
 PHASE_KEYS = "backend, compiler, buckets, max_num_tokens, specialize, max_padding_waste"
 KEYS = (
-    "prefill, decode, startup, capture_device, cache_dir, enable_torch_compile, torch_compile_max_bs, evaluate_guards"
+    "prefill, decode, startup, capture_device, cache_dir, enable_torch_compile, torch_compile_max_bs, fused_ops, "
+    "evaluate_guards"
 )
 
 

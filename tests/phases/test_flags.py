@@ -52,6 +52,7 @@ CASES: list[tuple[list[str], dict[str, Any]]] = [
     (["--cache-dir", "12"], {"cache_dir": "12"}),
     (["--enable-torch-compile"], {"enable_torch_compile": True}),
     (["--torch-compile-max-bs", "8"], {"torch_compile_max_bs": 8}),
+    (["--fused-ops", "none,+rms_norm, -silu_and_mul"], {"fused_ops": ["none", "+rms_norm", "-silu_and_mul"]}),
     (["--evaluate-guards"], {"evaluate_guards": True}),
     ([DISABLE], {p: {"backend": "disabled"} for p in ("prefill", "decode")}),
     ([CONFIG, '{"startup": "eager"}'], {"startup": "eager"}),
@@ -91,6 +92,12 @@ def test_a_flag_that_repeats_the_default_still_overrides_json() -> None:
     assert (
         parse(CONFIG, config, "--torch-compile-max-bs", "32", "--cuda-graph-backend-prefill", "auto") == GraphConfig()
     )
+
+
+def test_a_list_of_fused_ops_is_one_word() -> None:
+    assert parse("--fused-ops", "all").fused_ops == ("all",)
+    assert parse("--fused-ops=-rms_norm,all").fused_ops == ("-rms_norm", "all")
+    assert parse(CONFIG, '{"fused_ops": ["all"]}', "--fused-ops=").fused_ops == ()
 
 
 def test_flags_may_complete_a_json_that_is_wrong_alone() -> None:

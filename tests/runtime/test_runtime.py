@@ -276,9 +276,9 @@ def test_a_failed_trace_is_raised_again_and_not_tried_again(kit):
 
 
 def test_a_failed_specialisation_leaves_the_general_program(kit, monkeypatch):
-    from piecework.graphs import program as program_module
+    from piecework.graphs import piece as piece_module
 
-    real = program_module.compile_piece
+    real = piece_module.compile_piece
     failures = []
 
     def failing(compiler, graph_module, fake_mode):
@@ -288,7 +288,7 @@ def test_a_failed_specialisation_leaves_the_general_program(kit, monkeypatch):
             raise pw.CompileError("compiler broke")
         return real(compiler, graph_module, fake_mode)
 
-    monkeypatch.setattr(program_module, "compile_piece", failing)
+    monkeypatch.setattr(piece_module, "compile_piece", failing)
     runtime = kit.runtime(kit.Toy(), kit.config(decode={"specialize": (4,)}))
     for _ in range(3):
         assert kit.step(runtime, "decode", 4) < TOLERANCE

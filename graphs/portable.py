@@ -1,0 +1,235 @@
+"""The portable program: what a trace yields, in a form that leaves the process and is bound to a live model elsewhere.
+
+It holds the stitch, each distinct piece once, and for every placeholder which input it is or where in the model its
+tensor lives. Neither Dynamo nor a compiler is needed to bind it. Nothing in it is pickled: it is JSON, and the tensors
+that are constants of the graph, in one safetensors file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch._ops import OpOverload
+
+from ..errors import PortableError
+from .audit import Interval
+from .bindings import Bindings
+from .encode import Data, Decoder, Encoder, decode_constant, decode_function, encode_constant, encode_function
+from .inputs import Signature
+from .piece import BuiltPiece
+from .portable_bindings import bind_placeholders, decode_binding, encode_binding, encode_placeholders
+from .portable_piece import build_piece, encode_piece
+from .split import Piece, SplitGraph, Subgraph
+from .stitched import PiecewiseGraph
+from .structure import decode_structure, encode_structure
+from .trace import TraceFacts
+
+FORMAT = 1
+"""Of the data; a program of another one is refused."""
+
+_METADATA = "piecework"
+
+
+class PortableProgram:
+    """A traced model as plain data. Immutable; equal programs have equal bytes."""
+
+    def __init__(self, data: Data, tensors: Mapping[str, torch.Tensor]) -> None:
+        """For `from_graph` and `from_bytes`."""
+        self._data = data
+        self._tensors = tensors
+
+    @classmethod
+    def from_graph(cls, graph: PiecewiseGraph, signature: Signature) -> PortableProgram:
+        """The portable form of a graph that was traced for inputs of this signature.
+
+        Raises:
+            PortableError: something in it cannot leave the process; the message says what and where.
+        """
+        encoder = Encoder()
+        pieces: dict[str, Data] = {}
+        for fingerprint, uses in graph.distinct_pieces().items():
+            pieces[fingerprint] = encode_piece(graph.built(uses[0]), encoder)
+        facts = graph.traced
+        data = {
+            "format": FORMAT,
+            "torch": torch.__version__,
+            "signature": _encode_signature(signature),
+            "mode": facts.mode,
+            "unbacked_failure": facts.unbacked_failure,
+            "intervals": {name: [interval.low, interval.high] for name, interval in facts.intervals.items()},
+            "frozen": list(facts.frozen),
+            "regions_reused": facts.regions_reused,
+            "placeholders": encode_placeholders(facts.bindings, encoder),
+            "output": encode_structure(facts.output, lambda binding: encode_binding(binding, encoder)),
+            "rows": {path: sorted(map(list, rows.items())) for path, rows in graph.rows.items()},
+            "written_inputs": list(graph.written_inputs),
+            "root": encoder.graph(graph.split.root, None, {}),
+            "subgraphs": [[s.kind, [encode_function(op) for op in s.ops]] for s in graph.split.subgraphs],
+            "matches": [[encode_function(op), count] for op, count in graph.split.matches.items()],
+            "uses": {
+                piece.name: {
+                    "fingerprint": graph.fingerprints[piece.name],
+                    "dims": dict(graph.dim_names[piece.name]),
+                }
+                for piece in graph.split.pieces
+            },
+            "pieces": pieces,
+        }
+        return cls(data, encoder.tensors)
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> PortableProgram:
+        """Reads what `to_bytes` wrote.
+
+        Raises:
+            PortableError: it is truncated, something else, or of another format.
+        """
+        try:
+            header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+            data = json.loads(header["__metadata__"][_METADATA])
+            stored = load_tensors(content)
+        except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+            raise PortableError(
+                f"portable: expected a program that PortableProgram.to_bytes wrote, got {len(content)} bytes that are "
+                f"none ({type(error).__name__}: {error}); make it again"
+            ) from error
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise PortableError(f"portable: expected format {FORMAT}, got {found!r}; make the program again")
+        return cls(data, {key: _decode_tensor(facts, stored) for key, facts in data["tensors"].items()})
+
+    def to_bytes(self) -> bytes:
+        """The program as one safetensors file; the same in every process."""
+        stored: dict[str, torch.Tensor] = {}
+        memories: dict[int, str] = {}
+        facts = {key: _encode_tensor(tensor, stored, memories) for key, tensor in self._tensors.items()}
+        text = json.dumps({**self._data, "tensors": facts}, separators=(",", ":"), allow_nan=False)
+        return save_tensors(stored, metadata={_METADATA: text})
+
+    @property
+    def signature(self) -> Signature:
+        """The inputs that it was traced for."""
+        return _decode_signature(self._data["signature"])
+
+    @property
+    def torch_version(self) -> str:
+        """The torch that traced it."""
+        return str(self._data["torch"])
+
+    @property
+    def fingerprints(self) -> tuple[str, ...]:
+        """Of its distinct pieces, in order of first appearance."""
+        return tuple(self._data["pieces"])
+
+    def piece(self, fingerprint: str) -> BuiltPiece:
+        """One distinct piece, alone, ready for a compiler; its dims are named as where it first appears.
+
+        Raises:
+            PortableError: it is damaged, or means something else with this process's torch.
+        """
+        use = next(use for use in self._data["uses"].values() if use["fingerprint"] == fingerprint)
+        return build_piece(self._data["pieces"][fingerprint], use["dims"], self._tensors, f"Piece_{fingerprint[:12]}")
+
+    def bind(self, model: torch.nn.Module) -> PiecewiseGraph:
+        """The graph over a live model's own tensors. Pieces are built when a compiler asks for them.
+
+        Raises:
+            PortableError: the model lacks tensors, or has others than the program was traced with, all of them
+                listed; or an operator of the program does not exist in this process.
+        """
+        data = self._data
+        bindings = bind_placeholders(data["placeholders"], model, self._tensors)
+        facts = TraceFacts(
+            bindings=Bindings(bindings),
+            output=decode_structure(data["output"], lambda each: decode_binding(each, model, self._tensors)),
+            intervals={name: Interval(*interval) for name, interval in data["intervals"].items()},
+            frozen=tuple(data["frozen"]),
+            mode=data["mode"],
+            unbacked_failure=data["unbacked_failure"],
+            regions_reused=data["regions_reused"],
+        )
+        uses = data["uses"]
+        return PiecewiseGraph(
+            facts,
+            self._split_graph(),
+            build=self._build,
+            texts={name: data["pieces"][use["fingerprint"]]["text"] for name, use in uses.items()},
+            fingerprints={name: use["fingerprint"] for name, use in uses.items()},
+            dim_names={name: use["dims"] for name, use in uses.items()},
+            rows={path: dict(map(tuple, rows)) for path, rows in data["rows"].items()},
+            written_inputs=tuple(data["written_inputs"]),
+        )
+
+    def _build(self, piece: Piece) -> BuiltPiece:
+        use = self._data["uses"][piece.name]
+        return build_piece(self._data["pieces"][use["fingerprint"]], use["dims"], self._tensors, piece.name)
+
+    def _split_graph(self) -> SplitGraph:
+        root = Decoder(tensors=self._tensors).graph(self._data["root"], {}, torch.nn.Module())
+        subgraphs: list[Subgraph] = []
+        for kind, ops in self._data["subgraphs"]:
+            index = sum(s.piece is not None for s in subgraphs)
+            piece = Piece(index=index, graph_module=None) if kind == "piece" else None
+            subgraphs.append(Subgraph(kind=kind, piece=piece, ops=tuple(map(_operator, ops))))
+        matches = {_operator(op): count for op, count in self._data["matches"]}
+        return SplitGraph(root=root, subgraphs=tuple(subgraphs), matches=matches)
+
+
+def _operator(data: Data) -> OpOverload:
+    found = decode_function(data)
+    assert isinstance(found, OpOverload)
+    return found
+
+
+def _encode_signature(signature: Signature) -> Data:
+    return {
+        "tensors": [[n, encode_constant(dt), str(device), list(sizes)] for n, dt, device, sizes in signature.tensors],
+        "constants": [[name, encode_constant(value)] for name, value in signature.constants],
+        "strides": [[name, list(strides)] for name, strides in signature.strides],
+        "ambient": list(signature.ambient),
+    }
+
+
+def _decode_signature(data: Data) -> Signature:
+    return Signature(
+        tuple((n, decode_constant(dtype), torch.device(d), tuple(sizes)) for n, dtype, d, sizes in data["tensors"]),
+        tuple((name, decode_constant(value)) for name, value in data["constants"]),
+        tuple((name, tuple(strides)) for name, strides in data["strides"]),
+        tuple(data["ambient"]),
+    )
+
+
+def _encode_tensor(tensor: torch.Tensor, stored: dict[str, torch.Tensor], memories: dict[int, str]) -> Data:
+    """A constant as a view of its memory, which is stored once for all that share it."""
+    memory = tensor.untyped_storage()
+    key = memories.setdefault(memory._cdata, f"memory_{len(memories)}")
+    if key not in stored:
+        stored[key] = torch.tensor([], dtype=torch.uint8, device=tensor.device).set_(memory).cpu()
+    return {
+        "dtype": encode_constant(tensor.dtype),
+        "device": str(tensor.device),
+        "sizes": list(tensor.shape),
+        "strides": list(tensor.stride()),
+        "offset": tensor.storage_offset(),
+        "memory": key,
+    }
+
+
+def _decode_tensor(facts: Data, stored: dict[str, Any]) -> torch.Tensor:
+    dtype, device = decode_constant(facts["dtype"]), torch.device(facts["device"])
+    try:
+        base = stored[facts["memory"]]
+        if base.device != device:
+            base = stored[facts["memory"]] = base.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise PortableError(
+            f"portable: the program holds a constant on {device}, which is not here ({error})"
+        ) from error
+    whole: torch.Tensor = base.view(dtype) if base.numel() else base.to(dtype)
+    return whole.as_strided(facts["sizes"], facts["strides"], facts["offset"])

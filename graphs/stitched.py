@@ -1,0 +1,175 @@
+"""A traced model cut at its split ops: the pieces by fingerprint, the stitch between them, and what it is bound to.
+
+It comes from a trace, or from a `PortableProgram` that another process made. Compiling its pieces gives a `Program`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.fx import Node
+
+from ..phases import Compiler
+from . import audit
+from .bindings import InputBinding
+from .compilers import CompiledCallable
+from .inputs import TOKENS, InputContract
+from .memory import memory_of
+from .mutation import mutated_arguments
+from .outputs import Rows
+from .piece import BuiltPiece, CompiledPieces
+from .program import Program, ProgramKind
+from .propagate import fake_mode_of
+from .recorder import Recorder
+from .rows import output_rows
+from .split import Piece, SplitGraph, split
+from .trace import Traced, TraceFacts
+
+Build = Callable[[Piece], BuiltPiece]
+
+
+class PiecewiseGraph:
+    """A model cut into pieces, ready to be compiled."""
+
+    def __init__(
+        self,
+        facts: TraceFacts,
+        split_graph: SplitGraph,
+        *,
+        build: Build,
+        texts: Mapping[str, str],
+        fingerprints: Mapping[str, str],
+        dim_names: Mapping[str, Mapping[str, str]],
+        rows: Mapping[str, Rows],
+        written_inputs: tuple[str, ...],
+    ) -> None:
+        self.traced = facts
+        self.split = split_graph
+        self.texts = texts
+        """Name of a piece -> its canonical text."""
+        self.fingerprints = fingerprints
+        """Name of a piece -> the hash of its canonical text."""
+        self.dim_names = dim_names
+        """Name of a piece -> its canonical symbols that are dims, and their names: `{"s0": "tokens"}`."""
+        self.rows = rows
+        self.written_inputs = written_inputs
+        self._build = build
+        self._built: dict[str, BuiltPiece] = {}
+
+    @classmethod
+    def from_trace(cls, traced: Traced, contract: InputContract, *, ambient: Sequence[str] = ()) -> PiecewiseGraph:
+        """Cuts a trace, made under the settings `ambient` of torch.
+
+        Raises:
+            TraceError: it cannot be cut, or padded rows could not be cut off an output.
+        """
+        split_graph = split(traced.graph_module)
+        fake_mode = fake_mode_of(traced.graph_module, traced.shape_env)
+        built = {
+            piece.name: BuiltPiece(
+                graph_module=piece.graph_module,
+                fake_mode=fake_mode,
+                shape_env=traced.shape_env,
+                dims=traced.symbols,
+                intervals=traced.intervals,
+                ambient=tuple(ambient),
+            )
+            for piece in split_graph.pieces
+            if piece.graph_module is not None
+        }
+        return cls(
+            traced,
+            split_graph,
+            build=lambda piece: built[piece.name],
+            texts={name: piece.canonical.text for name, piece in built.items()},
+            fingerprints={name: piece.fingerprint for name, piece in built.items()},
+            dim_names={name: piece.dim_names for name, piece in built.items()},
+            rows=output_rows(traced, contract),
+            written_inputs=_written_inputs(traced),
+        )
+
+    @property
+    def num_distinct(self) -> int:
+        """How many different fingerprints the pieces have."""
+        return len(set(self.fingerprints.values()))
+
+    def built(self, piece: Piece) -> BuiltPiece:
+        """A piece with fake values, as a compiler wants it."""
+        if piece.name not in self._built:
+            self._built[piece.name] = self._build(piece)
+        return self._built[piece.name]
+
+    def distinct_pieces(self) -> dict[str, list[Piece]]:
+        """The pieces of each fingerprint, in order of first appearance."""
+        groups: dict[str, list[Piece]] = {}
+        for piece in self.split.pieces:
+            groups.setdefault(self.fingerprints[piece.name], []).append(piece)
+        return groups
+
+    def compile_general(self, compiler: Compiler, compiled: CompiledPieces, recorder: Recorder) -> Program:
+        """Compiles each distinct piece that `compiled` lacks for any size, and links the general program.
+
+        Raises:
+            CompileError: a compiler failed on a piece.
+        """
+        return self._compile("general", None, compiler, compiled, recorder)
+
+    def compile_specialized(
+        self, bucket: int, compiler: Compiler, compiled: CompiledPieces, recorder: Recorder
+    ) -> Program:
+        """Compiles each distinct piece for exactly `bucket` tokens, and links the specialised program.
+
+        Raises:
+            CompileError: a compiler failed on a piece.
+        """
+        return self._compile("specialized", bucket, compiler, compiled, recorder)
+
+    def _compile(
+        self, kind: ProgramKind, bucket: int | None, compiler: Compiler, compiled: CompiledPieces, recorder: Recorder
+    ) -> Program:
+        calls: dict[str, CompiledCallable] = {}
+        intervals = self.traced.intervals
+        title = "compiling the general program" if bucket is None else f"compiling bucket {bucket}"
+        detail = {} if bucket is None else {"bucket": bucket}
+        special: dict[Any, BuiltPiece] = {}
+        with recorder.progress(title, total=self.num_distinct) as advance:
+            for piece in self.split.pieces:
+                dims, built = self.dim_names[piece.name], None
+                key = (self.fingerprints[piece.name], compiler)
+                if bucket is not None:
+                    # Equal pieces over the same dims are equal once a size is filled in.
+                    use = (*key, *dims.items())
+                    if use not in special:
+                        special[use] = self.built(piece).specialized(bucket)
+                    built = special[use]
+                    key, dims = (built.fingerprint, compiler), built.dim_names
+                if key not in compiled:
+                    compiled[key] = (built or self.built(piece)).compile(compiler)
+                    recorder.record(
+                        f"compile_{kind}",
+                        seconds=compiled[key].seconds,
+                        fingerprint=key[0],
+                        compiler=str(compiler),
+                        **detail,
+                    )
+                    advance()
+                valid = {dims[symbol]: interval for symbol, interval in compiled[key].intervals.items()}
+                intervals = audit.intersect(intervals, valid)
+                calls[piece.name] = compiled[key].call if built is None else built.pick(compiled[key].call)
+        if bucket is not None:
+            intervals = {**intervals, TOKENS: audit.Interval(bucket, bucket)}
+        return Program(self, calls, kind=kind, intervals=intervals)
+
+
+def _written_inputs(traced: Traced) -> tuple[str, ...]:
+    """Names of the inputs that the model writes into, itself or through a split op."""
+    written = {
+        memory_of(argument) for node in traced.graph_module.graph.nodes for argument in mutated_arguments(node)
+    } - {None}
+    placeholders: Sequence[Node] = list(traced.graph_module.graph.find_nodes(op="placeholder"))
+    return tuple(
+        binding.name
+        for node, binding in zip(placeholders, traced.bindings.placeholders, strict=True)
+        if isinstance(binding, InputBinding) and memory_of(node) in written
+    )

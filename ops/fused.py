@@ -1,0 +1,246 @@
+"""Fused ops: one function with a native body, which compilers can fuse, and kernels that do the same at once.
+
+Who runs is decided before a trace and before a step, by
+`piecework.ops.fused_choice.choose`. A trace finds the choice in the ops themselves, since
+Dynamo cannot read a ContextVar; eager code finds it in a ContextVar, so that runtimes and threads do not meet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+
+import torch
+
+from ..errors import RegistrationError
+from .registry import load_entry_points
+
+if TYPE_CHECKING:
+    from .fused_choice import Choice
+
+P = ParamSpec("P")
+R = TypeVar("R")
+K = TypeVar("K", bound=Callable[..., Any])
+
+NATIVE = "native"
+"""What a choice says of an op that runs its native body; no kernel may be called so."""
+_OURS = ("activation", "norm", "rotary")
+_OPS: dict[str, FusedOp[Any, Any]] = {}
+_LOCK = threading.RLock()
+_EAGER: ContextVar[Mapping[str, str]] = ContextVar("piecework_fused_ops", default=MappingProxyType({}))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Kernel:
+    """One kernel of a fused op."""
+
+    name: str
+    device_types: tuple[str, ...]
+    """Where it runs: "cpu", "cuda", ..."""
+    location: str
+    """`file:line` of the registration."""
+    body: Callable[..., Any]
+    available: Callable[[], str | None] | None
+    """Says why it cannot run in this process, or None when it can."""
+
+    def reject(self, device_type: str) -> str | None:
+        """Why it cannot serve a device, or None when it can."""
+        if device_type not in self.device_types:
+            return f"runs on {', '.join(self.device_types)}, not on {device_type}"
+        try:
+            reason = self.available() if self.available is not None else None
+        except ImportError as error:
+            return f"cannot be imported: {error}"
+        if reason is not None and (not isinstance(reason, str) or not reason):
+            raise RegistrationError(
+                f"{self.location}: available of kernel {self.name}: expected None or the reason why it cannot run, "
+                f"got {reason!r}; return None where it can run"
+            )
+        return reason
+
+
+class FusedOp(Generic[P, R]):
+    """A fused op; called like its native body. Made by `@fused_op(name)`."""
+
+    __name__: str
+    __qualname__: str
+
+    def __init__(self, name: str, native: Callable[P, R], location: str) -> None:
+        self.name = name
+        self.native = native
+        self.location = location
+        """`file:line` of the native body."""
+        self._kernels: dict[str, Kernel] = {}
+        # What a trace calls. An attribute and not a table by name: a guard on a string would look like frozen state.
+        self._traced: Callable[..., R] = native
+        for attribute in ("__module__", "__name__", "__qualname__", "__doc__"):
+            setattr(self, attribute, getattr(native, attribute))
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_dynamo_compiling():
+            return self._traced(*args, **kwargs)
+        return self._body(_EAGER.get().get(self.name, NATIVE))(*args, **kwargs)
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """Its kernels in the order of preference, which is that of registration."""
+        return tuple(self._kernels.values())
+
+    def kernel(
+        self, name: str, *, device_types: tuple[str, ...], available: Callable[[], str | None] | None = None
+    ) -> Callable[[K], K]:
+        """Registers the decorated function, or an operator, as a kernel with the signature of the native body.
+
+        It must be an opaque torch operator or call one, so that a traced graph, and with it the fingerprint, names it.
+
+        Args:
+            device_types: where it runs, such as `("cuda",)`.
+            available: returns why the kernel cannot run in this process, or None when it can; asked when a runtime is
+                made. An ImportError counts as a reason.
+
+        Raises:
+            RegistrationError: the name is taken or reserved, or the signature is another one.
+        """
+
+        def register(body: K) -> K:
+            location = _where(body)
+            if isinstance(device_types, str) or not device_types:
+                raise RegistrationError(
+                    f"{location}: device_types: expected a tuple of device types, got {device_types!r}; "
+                    f'write device_types=("cuda",)'
+                )
+            if name == NATIVE or not name.isidentifier():
+                raise RegistrationError(
+                    f"{location}: kernel of {self.name}: expected a name that is an identifier and not {NATIVE}, "
+                    f"got {name!r}; choose another"
+                )
+            if (got := _parameters(body)) != (expected := _parameters(self.native)):
+                raise RegistrationError(
+                    f"{location}: kernel {name} of {self.name}: expected the native body's parameters "
+                    f"({', '.join(expected)}), got ({', '.join(got)}); {self.location} has them"
+                )
+            with _LOCK:
+                known = self._kernels.get(name)
+                if known is not None and not _reloaded(known.location, known.body, location, body):
+                    raise RegistrationError(
+                        f"{location}: kernel {name} of {self.name} was registered at {known.location} already; "
+                        f"rename one of them"
+                    )
+                self._kernels[name] = Kernel(
+                    name=name, device_types=tuple(device_types), location=location, body=body, available=available
+                )
+            return body
+
+        return register
+
+    def _body(self, runs: str) -> Callable[..., R]:
+        return self.native if runs == NATIVE else self._kernels[runs].body
+
+    def __reduce__(self) -> str:
+        # Like a function: a copy of a module that holds an op holds the same op.
+        return self.__qualname__
+
+    def __repr__(self) -> str:
+        return f"<fused op {self.name}>"
+
+
+def fused_op(name: str) -> Callable[[Callable[P, R]], FusedOp[P, R]]:
+    """Makes the decorated function, which Dynamo must be able to trace, the native body of a new fused op.
+
+    Raises:
+        RegistrationError: the name is no identifier, or another place has it.
+    """
+
+    def register(native: Callable[P, R]) -> FusedOp[P, R]:
+        location = _where(native)
+        function: object = native
+        if not inspect.isfunction(function):
+            raise RegistrationError(
+                f"{location}: fused_op: expected a function, got a {type(native).__name__}; write a function around it"
+            )
+        if not name.isidentifier():
+            raise RegistrationError(f"{location}: fused_op: expected an identifier, got {name!r}; choose another name")
+        op = FusedOp(name, native, location)
+        with _LOCK:
+            known = _OPS.get(name)
+            if known is not None and not _reloaded(known.location, known.native, location, native):
+                raise RegistrationError(
+                    f"{location}: the fused op {name} was registered at {known.location} already; rename one of them, "
+                    f"or import one module only"
+                )
+            _OPS[name] = op
+        return op
+
+    return register
+
+
+def fused_ops() -> tuple[FusedOp[Any, Any], ...]:
+    """Every fused op, sorted by name; imports Piecework's own and the `piecework.ops` entry points first."""
+    for module in _OURS:
+        importlib.import_module(f".{module}", __package__)
+    load_entry_points()
+    with _LOCK:
+        return tuple(op for _, op in sorted(_OPS.items()))
+
+
+@contextlib.contextmanager
+def tracing_with(choice: Choice) -> Iterator[None]:
+    """Makes Dynamo trace what `choice` says, in the whole process; restores what was.
+
+    Only while `piecework.graphs.dynamo.COMPILE_LOCK` is held. A graph that somebody else's torch.compile traces
+    meanwhile may get these bodies once: Dynamo guards on them, so that its next call is traced anew.
+    """
+    with _LOCK:
+        ops = tuple(_OPS.values())
+    before = [(op, op._traced) for op in ops]
+    runs = choice.runs
+    try:
+        for op in ops:
+            op._traced = op._body(runs.get(op.name, NATIVE))
+        yield
+    finally:
+        for op, body in before:
+            op._traced = body
+
+
+@contextlib.contextmanager
+def use_choice(choice: Choice) -> Iterator[None]:
+    """Makes eager calls of this thread run what `choice` says; without one they run the native bodies."""
+    token = _EAGER.set(choice.runs)
+    try:
+        yield
+    finally:
+        _EAGER.reset(token)
+
+
+def _parameters(function: Any) -> tuple[str, ...]:
+    """Names of the parameters, with a mark where there is a default; of a torch operator, from its schema."""
+    packet = getattr(function, "_opoverload", function)  # a torch.library.custom_op's
+    if isinstance(packet, torch._ops.OpOverloadPacket):
+        packet = packet.default
+    if isinstance(packet, torch._ops.OpOverload):
+        return tuple(f"{a.name}=" if a.has_default_value() else a.name for a in packet._schema.arguments)
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(f"{p.name}=" if p.default is not p.empty else p.name for p in parameters)
+
+
+def _where(function: Any) -> str:
+    """`file:line` of a function; of an operator, of whoever registers it."""
+    code = getattr(function, "__code__", None)
+    if code is not None:
+        return f"{code.co_filename}:{code.co_firstlineno}"
+    frame = sys._getframe(2)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _reloaded(before: str, old: object, now: str, new: object) -> bool:
+    """Whether the same lines were executed again by a reload, which compiles the body anew; a factory does not."""
+    return before == now and (old is new or getattr(old, "__code__", None) is not getattr(new, "__code__", None))

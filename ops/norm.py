@@ -1,0 +1,108 @@
+"""RMSNorm, alone and with the addition to the residual that comes before it."""
+
+from __future__ import annotations
+
+from typing import overload
+
+import torch
+from torch import nn
+
+from ..errors import InputError
+from .fused import fused_op
+
+
+@fused_op("rms_norm")
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, variance_size: int | None = None) -> torch.Tensor:
+    """`weight * x / rms(x)` over the last dim, computed in float32 (in float64 for float64).
+
+    Args:
+        x: [..., size].
+        weight: [size].
+        eps: added to the mean of squares.
+        variance_size: the mean of squares is that of the first `variance_size` entries; of all if not given.
+
+    Raises:
+        InputError: shapes do not fit each other; checked by the native body, and not while it is traced.
+    """
+    return _rms_norm("rms_norm", x, weight, eps, variance_size)
+
+
+@fused_op("fused_add_rms_norm")
+def fused_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, variance_size: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x + residual`, rounded to their dtype, behind its `rms_norm`: (normed, x + residual). Writes into neither.
+
+    Args:
+        x: [..., size].
+        residual: like `x`.
+
+    The other arguments and the errors are those of `rms_norm`.
+    """
+    if not torch.compiler.is_compiling() and x.shape != residual.shape:
+        raise InputError(
+            f"fused_add_rms_norm: expected x and residual of one shape, got {list(x.shape)} and "
+            f"{list(residual.shape)}; pass the residual of the same tokens"
+        )
+    total = x + residual
+    return _rms_norm("fused_add_rms_norm", total, weight, eps, variance_size), total
+
+
+class RMSNorm(nn.Module):
+    """`rms_norm` with a weight of its own, and `fused_add_rms_norm` when it is given a residual."""
+
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        *,
+        variance_size: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Raises: InputError if `variance_size` is not in 1 to `size`."""
+        super().__init__()
+        _check_variance_size("RMSNorm", variance_size, size)
+        self.weight = nn.Parameter(torch.ones(size, device=device, dtype=dtype))
+        self.eps = eps
+        self.variance_size = variance_size
+
+    @overload
+    def forward(self, x: torch.Tensor, residual: None = None) -> torch.Tensor: ...
+
+    @overload
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """x, residual: [..., size]. Returns the normed `x`, or (normed `x + residual`, `x + residual`)."""
+        if residual is None:
+            return rms_norm(x, self.weight, self.eps, self.variance_size)
+        return fused_add_rms_norm(x, residual, self.weight, self.eps, self.variance_size)
+
+    def extra_repr(self) -> str:
+        variance = f", variance_size={self.variance_size}" if self.variance_size is not None else ""
+        return f"{self.weight.shape[0]}, eps={self.eps}{variance}"
+
+
+def _rms_norm(name: str, x: torch.Tensor, weight: torch.Tensor, eps: float, variance_size: int | None) -> torch.Tensor:
+    if not torch.compiler.is_compiling():
+        if x.dim() == 0 or weight.shape != x.shape[-1:]:
+            raise InputError(
+                f"{name}: expected x [..., size] and weight [size], got {list(x.shape)} and {list(weight.shape)}; "
+                f"norm over the dim that the weight has"
+            )
+        _check_variance_size(name, variance_size, x.shape[-1])
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    part = wide if variance_size is None else wide[..., :variance_size]
+    normed = wide * torch.rsqrt(part.square().mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def _check_variance_size(name: str, variance_size: int | None, size: int) -> None:
+    if variance_size is not None and not 1 <= variance_size <= size:
+        raise InputError(
+            f"{name}: variance_size: expected 1 to the size {size} of the last dim, got {variance_size}; "
+            f"leave it out to take the variance of all"
+        )
