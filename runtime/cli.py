@@ -15,11 +15,14 @@ from .. import __version__
 from ..errors import ConfigError, InputError
 from ..phases import Compiler, GraphConfig, Phase, Startup, add_graph_flags, graph_config_from_args
 from .bench import startup as bench_startup
-from .console import columns, exit_code, print_json, printable
+from .console import exit_code, print_json, printable
 
 if TYPE_CHECKING:
-    from ..ops.registry import SplitOp
-    from .engine.engine import Engine
+    from .engine.engine import LLMEngine
+    from .engine.output import RequestOutput
+    from .engine.params import SamplingParams
+
+DEFAULT_MODEL = "default: the small model that comes with piecework"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,15 +41,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"piecework {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    generate = _command(commands, "generate", _generate, "continue prompts with a checkpoint, greedily")
-    _add_engine_flags(generate, model_required=True)
-    generate.add_argument(
-        "--prompt", action="append", required=True, metavar="TEXT", help="a text to continue; may be given many times"
-    )
-    generate.add_argument(
-        "--max-new-tokens", type=int, default=16, metavar="N", help="tokens to add to each prompt (default: 16)"
-    )
-    generate.add_argument("--explain", action="store_true", help="say on stderr afterwards what ran and why")
+    generate = _command(commands, "generate", _generate, "continue prompts with a checkpoint")
+    _add_engine_flags(generate, default=DEFAULT_MODEL)
+    _add_generate_flags(generate)
     add_graph_flags(generate)
 
     bench = commands.add_parser("bench", help="measure", description="Measures Piecework on this machine.")
@@ -66,13 +63,13 @@ def make_parser() -> argparse.ArgumentParser:
         commands,
         "ops",
         _ops,
-        "list the registered split ops; with --model, also how many nodes of its graph each matched",
+        "list the split ops and fused ops; with --model, also how many nodes of its graph a split op matched",
     )
-    _add_engine_flags(ops, model_required=False)
+    _add_engine_flags(ops, default="default: none")
     add_graph_flags(ops)
 
     explain = _command(commands, "explain", _explain, "compile every bucket, then say what runs for each and why")
-    _add_engine_flags(explain, model_required=True)
+    _add_engine_flags(explain, default=DEFAULT_MODEL)
     explain.add_argument("--dump", metavar="DIR", help="write the split graph to DIR, as Python to read and to run")
     add_graph_flags(explain)
     return parser
@@ -87,14 +84,32 @@ def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int],
     return parser
 
 
-def _add_engine_flags(parser: argparse.ArgumentParser, *, model_required: bool) -> None:
+def _add_engine_flags(parser: argparse.ArgumentParser, *, default: str) -> None:
     group = parser.add_argument_group("model")
-    group.add_argument("--model", required=model_required, metavar="DIR", help="a Hugging Face checkpoint's directory")
+    group.add_argument("--model", metavar="DIR", help=f"a Hugging Face checkpoint's directory ({default})")
     group.add_argument("--dtype", metavar="NAME", help="of weights and KV cache (default: the checkpoint's)")
     group.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (default: cuda if there is one)")
     group.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt and answer, in tokens")
     group.add_argument("--num-blocks", type=int, metavar="N", help="blocks of the KV cache")
     group.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens in a block (default: 16)")
+
+
+def _add_generate_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--prompt", action="append", required=True, metavar="TEXT", help="a text to continue; may be given many times")
+    add("--max-new-tokens", type=int, default=16, metavar="N", help="tokens to add to each prompt (default: 16)")
+    add("--stream", action="store_true", help="print text as it comes")
+    add("--explain", action="store_true", help="say on stderr afterwards what ran and why")
+    add = parser.add_argument_group("sampling").add_argument
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token (default: 0)")
+    add("--top-k", type=int, default=0, metavar="N", help="draw from the N likeliest tokens only (default: 0, all)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest that reach P (default: 1, all)")
+    add("--seed", type=int, metavar="N", help="draw the same each time (default: differently each time)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="a text to end before; may be given many times")
+    add("--logprobs", type=int, metavar="N", help="log-probabilities, also of the N likeliest tokens (default: none)")
+    add = parser.add_argument_group("batching").add_argument
+    add("--max-num-seqs", type=int, metavar="N", help="requests in one step at most (default: 256)")
+    add("--max-num-batched-tokens", type=int, metavar="N", help="tokens in one step at most (default: 8192 or more)")
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -103,10 +118,10 @@ def _run(argv: Sequence[str] | None) -> int:
     return code
 
 
-def _engine(arguments: argparse.Namespace, config: GraphConfig) -> Engine:
-    from .engine.engine import Engine
+def _engine(arguments: argparse.Namespace, config: GraphConfig) -> LLMEngine:
+    from .engine.engine import LLMEngine
 
-    return Engine(
+    return LLMEngine(
         arguments.model,
         config,
         dtype=arguments.dtype,
@@ -114,29 +129,86 @@ def _engine(arguments: argparse.Namespace, config: GraphConfig) -> Engine:
         block_size=arguments.block_size,
         num_blocks=arguments.num_blocks,
         max_model_len=arguments.max_model_len,
+        max_num_seqs=getattr(arguments, "max_num_seqs", None),  # flags of `generate` alone
+        max_num_batched_tokens=getattr(arguments, "max_num_batched_tokens", None),
     )
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    config = graph_config_from_args(arguments)
-    _check_prompts(arguments.prompt)
+    if arguments.stream and arguments.json:
+        raise ConfigError("--stream: expected one of --stream and --json, got both; leave one out")
+    config, params = graph_config_from_args(arguments), _sampling_params(arguments)
+    prompts = arguments.prompt
+    _check_prompts(prompts)
     with _engine(arguments, config) as engine:
-        generations = engine.generate(arguments.prompt, max_new_tokens=arguments.max_new_tokens)
+        outputs = engine.generate(prompts, params, on_output=_Printer(prompts).add if arguments.stream else None)
         counters = engine.runtime.counters.as_dict()
         explanation = str(engine.runtime.explain())
-    results = [
-        {"prompt": prompt, **dataclasses.asdict(generation)}
-        for prompt, generation in zip(arguments.prompt, generations, strict=True)
-    ]
-    if arguments.json:
-        print_json({"model": arguments.model, "results": results, "counters": counters})
-    else:
-        for i, result in enumerate(results):
-            print(("\n" if i else "") + f"prompt: {printable(result['prompt'])}\ntext:   {printable(result['text'])}")
+        if arguments.json:
+            results = [_as_json(output) for output in outputs]
+            print_json({"model": str(engine.directory), "results": results, "counters": counters})
+        elif not arguments.stream:
+            printer = _Printer(prompts)
+            for i, output in enumerate(outputs):
+                printer.add(i, dataclasses.replace(output, new_text=output.text))
+        if arguments.logprobs is not None and not arguments.json:
+            for output in outputs:
+                _print_logprobs(engine, output)
     if arguments.explain:
         sys.stdout.flush()  # so that both streams are in order where they meet
         print(f"\n{explanation}", file=sys.stderr)
     return 0
+
+
+def _sampling_params(arguments: argparse.Namespace) -> SamplingParams:
+    from .engine.params import SamplingParams
+
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop", "logprobs")
+    return SamplingParams(**{name: getattr(arguments, name) for name in names})
+
+
+class _Printer:
+    """Prints answers in the order of their prompts, each as it comes; what belongs to a later prompt waits."""
+
+    def __init__(self, prompts: Sequence[str]) -> None:
+        self._prompts = prompts
+        self._waiting = [""] * len(prompts)
+        self._finished = [False] * len(prompts)
+        self._current = -1
+        self._begin_next()
+
+    def add(self, index: int, output: RequestOutput) -> None:
+        self._waiting[index] += printable(output.new_text)
+        self._finished[index] = output.finish_reason is not None
+        while self._current < len(self._prompts):
+            print(self._waiting[self._current], end="")
+            self._waiting[self._current] = ""
+            if not self._finished[self._current]:
+                break
+            print()
+            self._begin_next()
+        sys.stdout.flush()
+
+    def _begin_next(self) -> None:
+        self._current += 1
+        if self._current < len(self._prompts):
+            prompt = printable(self._prompts[self._current])
+            print(("\n" if self._current else "") + f"prompt: {prompt}\ntext:   ", end="")
+
+
+def _as_json(output: RequestOutput) -> dict[str, Any]:
+    """All of an answer; what was new in its last output says nothing once it is whole."""
+    fields = dataclasses.asdict(output)
+    return {name: value for name, value in fields.items() if name not in ("new_token_ids", "new_text")}
+
+
+def _print_logprobs(engine: LLMEngine, output: RequestOutput) -> None:
+    assert output.logprobs is not None
+    assert output.prompt is not None
+    print(f"\nlog-probabilities: {printable(output.prompt)}")
+    for token in output.logprobs:
+        best = "".join(f"  {engine.tokenizer.token(each)!r} {value:.4f}" for each, value in token.top)
+        print(f"  {engine.tokenizer.token(token.token_id)!r} {token.logprob:.4f}{';' if best else ''}{best}")
 
 
 def _check_prompts(prompts: Sequence[str]) -> None:
@@ -152,15 +224,18 @@ def _ops(arguments: argparse.Namespace) -> int:
         with _engine(arguments, _tracing_config(config)) as engine:
             engine.runtime.warm_up()
     from ..ops.registry import split_ops
+    from .listing import fused_op_text, fused_ops_data, split_op_text
 
     ops = split_ops()
+    fused = fused_ops_data(config, _device_type(arguments.device))
     traced = any(op.num_matched is not None for op in ops)
     never_matched = [op.name for op in ops if op.num_matched == 0]
     if arguments.json:
         listed = [dataclasses.asdict(op) for op in ops]
-        print_json({"traced": traced, "split_ops": listed, "never_matched": never_matched if traced else None})
+        unmatched = never_matched if traced else None
+        print_json({"traced": traced, "split_ops": listed, "never_matched": unmatched, "fused_ops": fused})
         return 0
-    print("\n\n".join(_describe(op) for op in ops) if ops else "no split op is registered")
+    print("\n\n".join([*map(split_op_text, ops), *map(fused_op_text, fused)]))
     if never_matched:
         print(f"\nnever matched: {', '.join(never_matched)} (this model's graph does not call them)")
     return 0
@@ -178,15 +253,13 @@ def _tracing_config(config: GraphConfig) -> GraphConfig:
     return config if config.startup is not Startup.EAGER else dataclasses.replace(config, startup=Startup.LAZY)
 
 
-def _describe(op: SplitOp) -> str:
-    matched = "not traced" if op.num_matched is None else f"{op.num_matched} graph nodes"
-    facts = [
-        ("  schema", op.schema),
-        ("  mutates", ", ".join(op.mutates_args) or "nothing"),
-        ("  defined", op.location),
-        ("  matched", matched),
-    ]
-    return f"{op.name}.{op.overload}\n{columns(facts)}"
+def _device_type(device: str | None) -> str:
+    """The type of the device that a model would get."""
+    import torch
+
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device.partition(":")[0]
 
 
 def _explain(arguments: argparse.Namespace) -> int:
@@ -209,7 +282,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _dump(engine: Engine, directory: str) -> str:
+def _dump(engine: LLMEngine, directory: str) -> str:
     try:
         return str(engine.runtime.dump(directory))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`make demo`: text from a checkpoint through the lazy runtime, then what eager and lazy startup cost."""
+"""`make demo`: text from the default model through the lazy runtime, then what eager and lazy startup cost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from pathlib import Path
 from . import cli
 from .console import exit_code
 
-PROMPTS = ("The river", "Early in the morning", "A good tool is one that")
+PROMPTS = ("Early in the morning", "In the evening,", "They walked")
+LENGTH = ("--max-new-tokens", "32")
 BUCKETS = ("--cuda-graph-bs-prefill", "16", "64", "--cuda-graph-bs-decode", "1", "4")
 
 
@@ -38,10 +39,10 @@ def _demo(compiler: str | None, json_file: str | None) -> int:
     compiler = compiler or ("inductor" if missing is None else "aot_eager")
     compiler_flag = ("--cuda-graph-tc-compiler", compiler)
     with tempfile.TemporaryDirectory(prefix="piecework-demo-") as folder, _inductor_cache(Path(folder) / "inductor"):
-        _say("Making a Llama checkpoint with transformers. Its weights are random, and so is what it writes.\n")
-        model = _make_model(Path(folder))
+        model = str(_default_model())
+        _say("The model comes with the package: a small Llama that has read five novels of Jane Austen.\n")
         prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
-        code = _command("generate", "--model", model, *prompts, *compiler_flag, *BUCKETS, "--explain")
+        code = _command("generate", *prompts, *LENGTH, *compiler_flag, *BUCKETS, "--explain")
         if code != 0:
             return code
         _say("")
@@ -63,10 +64,10 @@ def _inductor_cache(directory: Path) -> Iterator[None]:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
 
 
-def _make_model(folder: Path) -> str:
-    from .engine.toy_checkpoint import make_checkpoint
+def _default_model() -> Path:
+    from .engine import default_model
 
-    return str(make_checkpoint(folder / "toy-llama", num_layers=3))
+    return default_model.path()
 
 
 def _command(*words: str) -> int:

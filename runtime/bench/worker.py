@@ -17,7 +17,9 @@ import torch
 from ... import __version__
 from ...phases import GraphConfig
 from ..console import exit_code
-from ..engine.engine import Engine
+from ..engine.engine import LLMEngine
+from ..engine.output import RequestOutput
+from ..engine.params import SamplingParams
 from .fresh import CACHES, RESULT, SPEC, WorkerSpec
 from .traffic import Batch
 
@@ -45,7 +47,7 @@ class StepTimes:
         """A batch is sent: its first step starts now."""
         self._waiting_since = time.perf_counter()
 
-    def on_token(self, index: int, token: int) -> None:
+    def on_output(self, index: int, output: RequestOutput) -> None:
         """A token has come, the first of a step or another of the same step."""
         now = time.perf_counter()
         num_steps, num_changes = self._look()
@@ -71,7 +73,8 @@ def measure(spec: WorkerSpec, *, cold: bool) -> dict[str, Any]:
         cold: whether the compile caches of this process are empty, for the record.
     """
     started = time.perf_counter()
-    with Engine(spec.model_dir, GraphConfig.from_json(spec.config), dtype=spec.dtype, device=spec.device) as engine:
+    config = GraphConfig.from_json(spec.config)
+    with LLMEngine(spec.model_dir, config, dtype=spec.dtype, device=spec.device) as engine:
         runtime = engine.runtime
         times = StepTimes(runtime, started)
         ready_s = times.settled_s
@@ -101,10 +104,12 @@ def measure(spec: WorkerSpec, *, cold: bool) -> dict[str, Any]:
         }
 
 
-def _send(engine: Engine, batches: Sequence[Batch], max_new_tokens: int, times: StepTimes) -> None:
+def _send(engine: LLMEngine, batches: Sequence[Batch], max_new_tokens: int, times: StepTimes) -> None:
+    # Without an end, so that every policy and every checkpoint gets the same steps.
+    params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
     for prompts in batches:
         times.send()
-        engine.generate(prompts, max_new_tokens=max_new_tokens, on_token=times.on_token)
+        engine.generate(prompts, params, on_output=times.on_output)
 
 
 def _entry(entry: Entry) -> dict[str, Any]:
@@ -130,7 +135,7 @@ def _peak_bytes(device: torch.device) -> int:
         return peak_rss if sys.platform == "darwin" else peak_rss * 1024
 
 
-def _conditions(engine: Engine, spec: WorkerSpec) -> dict[str, Any]:
+def _conditions(engine: LLMEngine, spec: WorkerSpec) -> dict[str, Any]:
     config, model = engine.runtime.config, engine.model_config
     on_cuda = engine.device.type == "cuda"
     return {

@@ -1,1 +1,1 @@
-"""A small engine on top of the runtime: Llama checkpoints, a paged KV cache, greedy decoding of one batch at a time."""
+"""A small engine on top of the runtime: a paged KV cache, continuous batching, sampling and streaming."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ...errors import ModelError
+from .json_keys import Keys, read_json
+from .rope import Rope, read_rope
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -27,7 +26,7 @@ class ModelConfig:
     """The architecture of one checkpoint."""
 
     architecture: str
-    """A key of `models.ARCHITECTURES`."""
+    """A key of `FAMILIES`."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -38,9 +37,15 @@ class ModelConfig:
     max_position_embeddings: int
     """The longest context that the model was made for, in tokens."""
     rms_norm_eps: float
-    rope_theta: float
-    attention_bias: bool
+    rope: Rope
+    """How the heads of queries and keys are turned by their position."""
+    qkv_bias: bool
+    o_bias: bool
     mlp_bias: bool
+    qk_norm: bool
+    """Each head of queries and keys goes through a norm of its own."""
+    window_sizes: tuple[int, ...]
+    """For each layer, how many tokens a token attends to, itself included; 0: all before it."""
     tie_word_embeddings: bool
     """The embedding is also the output projection; there is no lm_head.weight."""
     dtype: torch.dtype | None
@@ -63,68 +68,14 @@ class ModelConfig:
                 f"{what}; pass the directory of a downloaded checkpoint"
             )
         path = directory / "config.json"
-        keys = _Keys(path, read_json(path))
+        keys = Keys(path, read_json(path))
         architecture = _architecture(keys, architectures)
         config = _read(keys, architecture, _generation_eos(directory))
         keys.raise_problems()
         return config
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object.
-
-    Raises:
-        ModelError: the file is missing, unreadable, or holds something else.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path}: the file is missing; download the checkpoint again, with this file") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: not readable as JSON ({error}); download this file again") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path}: expected a JSON object, got {type(content).__name__}; download this file again")
-    return content
-
-
-class _Keys:
-    """Typed access to the keys of a JSON object; what is wrong is collected, so that one error lists it all."""
-
-    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
-        self.path = path
-        self.values = values
-        self.problems: list[str] = []
-
-    def raise_problems(self) -> None:
-        if self.problems:
-            raise ModelError(
-                f"{self.path}: this model cannot be run; use another checkpoint, or correct the file:"
-                + "".join(f"\n  {problem}" for problem in self.problems)
-            )
-
-    def size(self, key: str, default: int | None = None) -> int:
-        value = self.values.get(key)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-        self.problems.append(f"{key}: expected a positive integer, got {value!r}")
-        return 1
-
-    def number(self, key: str, value: Any) -> float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0:
-            return float(value)
-        self.problems.append(f"{key}: expected a positive number, got {value!r}")
-        return 1.0
-
-    def flag(self, key: str) -> bool:
-        value = self.values.get(key)
-        if value is not None and not isinstance(value, bool):
-            self.problems.append(f"{key}: expected true or false, got {value!r}")
-        return value is True
-
-
-def _architecture(keys: _Keys, architectures: frozenset[str]) -> str:
+def _architecture(keys: Keys, architectures: frozenset[str]) -> str:
     named = keys.values.get("architectures")
     supported = ", ".join(sorted(architectures))
     if not isinstance(named, list) or not named:
@@ -141,11 +92,14 @@ def _architecture(keys: _Keys, architectures: frozenset[str]) -> str:
     )
 
 
-def _read(keys: _Keys, architecture: str, generation_eos: object) -> ModelConfig:
+def _read(keys: Keys, architecture: str, generation_eos: object) -> ModelConfig:
+    family = FAMILIES[architecture]
+    num_layers = keys.size("num_hidden_layers")
+    attention_bias = keys.flag("attention_bias") if None in (family.qkv_bias, family.o_bias) else False
     hidden_size = keys.size("hidden_size")
     num_heads = keys.size("num_attention_heads")
     num_kv_heads = keys.size("num_key_value_heads", num_heads)
-    head_size = keys.size("head_dim", max(1, hidden_size // num_heads))
+    head_size = keys.size("head_dim", family.head_size or max(1, hidden_size // num_heads))
     if num_heads % num_kv_heads:
         keys.problems.append(
             f"num_key_value_heads: expected a divisor of num_attention_heads {num_heads}, got {num_kv_heads}"
@@ -162,41 +116,92 @@ def _read(keys: _Keys, architecture: str, generation_eos: object) -> ModelConfig
         vocab_size=keys.size("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=keys.size("intermediate_size"),
-        num_layers=keys.size("num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         max_position_embeddings=keys.size("max_position_embeddings", 2048),
         rms_norm_eps=keys.number("rms_norm_eps", keys.values.get("rms_norm_eps", 1e-6)),
-        rope_theta=_rope_theta(keys),
-        attention_bias=keys.flag("attention_bias"),
-        mlp_bias=keys.flag("mlp_bias"),
+        rope=read_rope(keys),
+        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        o_bias=attention_bias if family.o_bias is None else family.o_bias,
+        mlp_bias=family.mlp_bias and keys.flag("mlp_bias"),
+        qk_norm=family.qk_norm,
+        window_sizes=family.windows(keys, num_layers),
         tie_word_embeddings=keys.flag("tie_word_embeddings"),
         dtype=_dtype(keys),
         eos_token_ids=_eos(keys, generation_eos),
     )
 
 
-def _rope_theta(keys: _Keys) -> float:
-    """The base of the rotary embedding; it is a key of its own, or in rope_parameters where transformers 5 wrote it."""
-    theta = keys.values.get("rope_theta", 10000.0)
-    for key in ("rope_scaling", "rope_parameters"):
-        value = keys.values.get(key)
-        if value is None:
-            continue
-        if not isinstance(value, dict):
-            keys.problems.append(f"{key}: expected an object or null, got {value!r}")
-            continue
-        kind = value.get("rope_type", value.get("type", "default"))
-        if kind != "default":
-            keys.problems.append(f"{key}: rope scaling is not supported; expected rope_type 'default', got {kind!r}")
-        if value.get("partial_rotary_factor", 1.0) != 1.0:
-            keys.problems.append(f"{key}.partial_rotary_factor: expected 1.0, got {value['partial_rotary_factor']!r}")
-        theta = value.get("rope_theta", theta)
-    return keys.number("rope_theta", theta)
+def _no_windows(keys: Keys, num_layers: int) -> tuple[int, ...]:
+    return (0,) * num_layers
 
 
-def _dtype(keys: _Keys) -> torch.dtype | None:
+def _one_window(keys: Keys, num_layers: int) -> tuple[int, ...]:
+    """Mistral's: `sliding_window` for every layer. Where the key is missing, transformers takes 4096."""
+    value = keys.values.get("sliding_window", 4096)
+    window = keys.integer("sliding_window", value) if value is not None else 0
+    expected = "sliding_attention" if window else "full_attention"
+    layer_types = keys.values.get("layer_types")
+    if layer_types is not None and layer_types != [expected] * num_layers:
+        keys.problems.append(
+            f"layer_types: expected {expected!r} for each of the {num_layers} layers, as sliding_window says, got "
+            f"{layer_types!r}"
+        )
+    return (window,) * num_layers
+
+
+def _windows_of_layers(keys: Keys, num_layers: int) -> tuple[int, ...]:
+    """Qwen's: `sliding_window` if `use_sliding_window`, for the layers of `layer_types` or from `max_window_layers`."""
+    window = 0
+    if keys.flag("use_sliding_window") and (value := keys.values.get("sliding_window", 4096)) is not None:
+        window = keys.integer("sliding_window", value)
+    layer_types = keys.values.get("layer_types")
+    if layer_types is None:
+        first = keys.values.get("max_window_layers", 28)
+        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+            keys.problems.append(f"max_window_layers: expected a number of layers, got {first!r}")
+            first = 0
+        return tuple(window if layer >= first else 0 for layer in range(num_layers))
+    kinds = ["full_attention", "sliding_attention"] if window else ["full_attention"]
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers or any(t not in kinds for t in layer_types):
+        without = "" if window else ", as use_sliding_window and sliding_window give no window"
+        keys.problems.append(
+            f"layer_types: expected a list of {num_layers} of {' and '.join(kinds)}{without}, got {layer_types!r}"
+        )
+        return (0,) * num_layers
+    return tuple(window if kind == "sliding_attention" else 0 for kind in layer_types)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """What the architectures of one model file differ in, as transformers' modelling files have it."""
+
+    qkv_bias: bool | None = None
+    """Whether q, k and v have biases; None: `attention_bias` says."""
+    o_bias: bool | None = None
+    """Whether the attention's output projection has one; None: `attention_bias` says."""
+    mlp_bias: bool = False
+    """Whether `mlp_bias` is a key."""
+    qk_norm: bool = False
+    """See `ModelConfig.qk_norm`."""
+    head_size: int | None = None
+    """Where `head_dim` is missing; None: hidden size over heads."""
+    windows: Callable[[Keys, int], tuple[int, ...]] = _no_windows
+    """Reads `ModelConfig.window_sizes`, given the number of layers."""
+
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(mlp_bias=True),
+    "MistralForCausalLM": Family(qkv_bias=False, o_bias=False, windows=_one_window),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, o_bias=False, windows=_windows_of_layers),
+    "Qwen3ForCausalLM": Family(qk_norm=True, head_size=128, windows=_windows_of_layers),
+}
+"""By the name that config.json gives under `architectures`."""
+
+
+def _dtype(keys: Keys) -> torch.dtype | None:
     name = keys.values.get("dtype", keys.values.get("torch_dtype"))
     if name is None:
         return None
@@ -211,7 +216,7 @@ def _generation_eos(directory: Path) -> object:
     return read_json(path).get("eos_token_id") if path.exists() else None
 
 
-def _eos(keys: _Keys, generation_eos: object) -> frozenset[int]:
+def _eos(keys: Keys, generation_eos: object) -> frozenset[int]:
     value = generation_eos if generation_eos is not None else keys.values.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):

@@ -1,68 +1,72 @@
-"""The engine: a checkpoint, its KV cache and a runtime; prompts in, text out."""
+"""The engine: a checkpoint, its KV cache, a scheduler and a runtime; prompts in, text out."""
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import os
-import threading
-from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import TracebackType
 
 import torch
 
-from ...errors import ConfigError, InputError, RuntimeClosedError
-from ...phases import GraphConfig, Phase, resolve
+from ...errors import InputError, RuntimeClosedError
+from ...phases import GraphConfig, resolve
 from ..runtime import Runtime
-from .batch import FinishReason, Request, step_inputs
-from .config import DTYPES, ModelConfig
-from .kv_cache import KVCache, default_num_blocks
+from .arguments import check_positive, device_of, directory_of, dtype_of, max_model_len_of, step_limits_of
+from .batch import step_inputs
+from .block_manager import BlockManager
+from .config import ModelConfig
+from .intake import Intake
+from .kv_cache import allocate_kv_cache, default_num_blocks
 from .models import ARCHITECTURES, build_model
-from .sampler import greedy
+from .output import EngineState, RequestOutput
+from .params import SamplingParams
+from .request import Request
+from .sampler import Draw, Sampler
+from .scheduler import Scheduler
 from .tokenizer import Tokenizer
+from .turns import Turns
 from .weights import load_weights
 
-OnToken = Callable[[int, int], None]
-"""Called with (index of the prompt, new token id) as soon as a token is known, in the step that made it."""
+OnOutput = Callable[[int, RequestOutput], None]
+"""Called with (index of the prompt, what is new) after each step that gave the prompt a token."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Generation:
-    """What came of one prompt."""
+class LLMEngine:
+    """Runs a checkpoint through a `Runtime`, with all requests that there are in one batch.
 
-    prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    """New tokens, the end token included."""
-    text: str
-    """The new tokens as text, special tokens left out."""
-    finish_reason: FinishReason
-    """`stop`: an end token came; `length`: as many tokens as asked for, or as the context has room for."""
+    Either `generate`, or `add_request` and then `step` until `has_unfinished` is false. A step runs all requests for
+    which there is room, whoever sent them; who waits for a request gets its output.
 
+    Threads: every method may be called from any thread. One lock is held for a step or for a shorter call, and threads
+    get it in turn: a request can be added while others run, and concurrent calls of `generate` share their steps.
 
-class Engine:
-    """Runs a checkpoint through a `Runtime`, one batch at a time, greedily.
-
-    A batch is prefilled in one step and then decoded together; a request that has finished leaves it. Prompts whose
-    blocks do not fit beside the others wait for the next batch. Calls from several threads take turns.
+    Errors: if a step raises, its requests keep their blocks and are as before, and the next `step` tries them again;
+    `abort` those that should not be. `generate` aborts its own requests before it raises.
 
     Args:
-        model_dir: a Hugging Face directory: config.json, model.safetensors (or its index and shards), tokenizer.json.
+        model_dir: a Hugging Face directory: config.json, model.safetensors (or its index and shards), tokenizer.json;
+            by default the small model that comes with the package.
         config: how the two phases execute.
         dtype: of weights and cache, a torch dtype or its name; by default the checkpoint's own.
         device: by default the current CUDA device if there is one, else the CPU.
         block_size: tokens in a block of the KV cache.
         num_blocks: blocks of the KV cache; by default 64 requests of the longest length, as far as memory allows.
         max_model_len: longest prompt plus answer, in tokens; by default the model's own limit.
+        max_num_seqs: requests in one step at most; by default 256.
+        max_num_batched_tokens: tokens in one step at most, at least `max_num_seqs`; by default 8192 or
+            `max_model_len`, whichever is more.
+        enable_chunked_prefill: whether a prompt may be cut to fill a step up to `max_num_batched_tokens`. Without it,
+            a prompt waits until it fits as a whole.
 
     Raises:
-        ModelError: the checkpoint cannot be used.
+        ModelError: the checkpoint cannot be used, or its tokenizer is not made for it.
         ConfigError: an argument is not acceptable here. Both are raised before weights are read, where possible.
     """
 
     def __init__(
         self,
-        model_dir: str | os.PathLike[str],
+        model_dir: str | os.PathLike[str] | None = None,
         config: GraphConfig | None = None,
         *,
         dtype: torch.dtype | str | None = None,
@@ -70,22 +74,49 @@ class Engine:
         block_size: int = 16,
         num_blocks: int | None = None,
         max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        enable_chunked_prefill: bool = True,
     ) -> None:
         config = config if config is not None else GraphConfig()
-        directory = Path(model_dir)
-        self.device = _device(device)
-        weight_dtype = _dtype(dtype)
-        _check_positive(block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len)
+        self.directory = directory_of(model_dir)
+        self.device = device_of(device)
+        weight_dtype = dtype_of(dtype)
+        check_positive(block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len)
+        check_positive(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
         resolve(config, device_type=self.device.type, cuda_available=torch.cuda.is_available())
-        self.model_config = ModelConfig.from_directory(directory, frozenset(ARCHITECTURES))
-        self.max_model_len = _max_model_len(max_model_len, self.model_config.max_position_embeddings)
-        self.tokenizer = Tokenizer(directory)
+        self.model_config = ModelConfig.from_directory(self.directory, frozenset(ARCHITECTURES))
+        self.max_model_len = max_model_len_of(max_model_len, self.model_config.max_position_embeddings)
+        self.max_num_seqs, self.max_num_batched_tokens = step_limits_of(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_chunked_prefill=enable_chunked_prefill,
+            max_model_len=self.max_model_len,
+        )
+        self.tokenizer = Tokenizer(self.directory)
+        self.tokenizer.check_fits(self.model_config.vocab_size)
         self.model = build_model(self.model_config)
-        load_weights(self.model, directory, device=self.device, dtype=weight_dtype)
+        load_weights(self.model, self.directory, device=self.device, dtype=weight_dtype)
         if num_blocks is None:
-            num_blocks = default_num_blocks(self.model, block_size=block_size, max_model_len=self.max_model_len)
-        self.kv_cache = KVCache(self.model, num_blocks=num_blocks, block_size=block_size)
-        self._lock = threading.Lock()
+            num_blocks = default_num_blocks(
+                self.model, self.model_config, block_size=block_size, max_model_len=self.max_model_len
+            )
+        allocate_kv_cache(self.model, self.model_config, num_blocks=num_blocks, block_size=block_size)
+        self._blocks = BlockManager(num_blocks=num_blocks, block_size=block_size)
+        self._scheduler = Scheduler(
+            self._blocks,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            enable_chunked_prefill=enable_chunked_prefill,
+        )
+        self._intake = Intake(self.tokenizer, self.model_config, self._blocks, max_model_len=self.max_model_len)
+        self._sampler = Sampler()
+        self._requests: dict[str, Request] = {}
+        """Every request whose last output was not taken yet."""
+        self._unread: dict[str, Request] = {}
+        """Those of them that have something new to tell."""
+        self._numbers = itertools.count()
+        self._lock = Turns()
         self._closed = False
         example = torch.zeros(2, dtype=torch.int64, device=self.device)
         self.runtime = Runtime(
@@ -95,38 +126,130 @@ class Engine:
             example_inputs={"input_ids": example, "positions": example.clone()},
         )
 
+    def add_request(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> str:
+        """Puts a prompt, a text or its token ids, at the end of the queue; `step` reports what comes of it.
+
+        Returns:
+            The request's id: `request_id`, or one that is made up.
+
+        Raises:
+            InputError: the prompt is empty, too long for the context or for the whole cache, or holds ids that the
+                model does not know; the params do not fit the model; or a request of this id is there already.
+        """
+        with self._lock:
+            self._check_open("add_request")
+            request = self._intake.request(prompt, params, request_id=self._new_id(request_id), where="prompt")
+            self._add(request)
+        return request.request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Runs one step of all requests that there is room for, and reports on those of `add_request`.
+
+        Returns:
+            An output for each request that has got something new: a token, in most cases, or its end. None for a
+            request that waits or whose prompt is not computed yet.
+
+        Raises:
+            Whatever `Runtime.run` raises; the requests are then as before.
+        """
+        with self._lock:
+            self._check_open("step")
+            self._run_step()
+            return self._take(None)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a request of `add_request` runs, waits, or has an output that no `step` has returned yet."""
+        with self._lock:
+            return any(request.owner is None for request in self._requests.values())
+
     def generate(
         self,
         prompts: Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        max_new_tokens: int = 16,
-        on_token: OnToken | None = None,
-    ) -> list[Generation]:
-        """Continues each prompt, a text or its token ids, by up to `max_new_tokens`.
+        on_output: OnOutput | None = None,
+    ) -> list[RequestOutput]:
+        """Continues each prompt, a text or its token ids; returns the last output of each, in the same order.
 
-        An answer ends at an end token, which belongs to it, or where the context of the model ends.
+        Args:
+            params: for all prompts, or one for each; by default greedy, 16 tokens.
+            on_output: called in this thread, with no lock held. If it raises, the requests are aborted.
 
         Raises:
-            InputError: a prompt is empty, too long or holds ids that the model does not know, or `max_new_tokens` is
-                not positive; raised before anything runs.
+            InputError: as from `add_request`, before anything runs.
         """
-        requests = self._requests(prompts, max_new_tokens)
-        waiting = deque(requests)
+        if isinstance(prompts, str):
+            raise InputError("prompts: expected a list of prompts, got one text; put it into a list")
+        listed: list[str | Sequence[int]] = [*prompts]
+        each = _params_for(params, len(listed))
+        owner = object()
         with self._lock:
-            if self._closed:
-                raise RuntimeClosedError("Engine.generate: the engine was closed; make a new Engine")
-            while waiting:
-                self._run_batch(self._admit(waiting), on_token)
-        return [self._generation(request) for request in requests]
+            self._check_open("generate")
+            requests = [
+                self._intake.request(prompt, own, request_id=self._new_id(None), where=f"prompt {i}", owner=owner)
+                for i, (prompt, own) in enumerate(zip(listed, each, strict=True))
+            ]
+            for request in requests:
+                self._add(request)
+        index_of = {request.request_id: index for index, request in enumerate(requests)}
+        finished: dict[int, RequestOutput] = {}
+        try:
+            while len(finished) < len(requests):
+                for output in self._advance(owner):
+                    if on_output is not None:
+                        on_output(index_of[output.request_id], output)
+                    if output.finish_reason is not None:
+                        finished[index_of[output.request_id]] = output
+        finally:
+            with self._lock:
+                for request in requests:
+                    self._drop(request)
+        return [finished[index] for index in range(len(requests))]
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request; its last output has the finish reason `abort`.
+
+        Returns:
+            False if there is no such request or it has finished already, which may happen at any time.
+        """
+        with self._lock:
+            request = self._requests.get(request_id)
+            if request is None or request.finish_reason is not None:
+                return False
+            request.abort()
+            self._scheduler.remove(request)
+            self._unread[request.request_id] = request
+            return True
+
+    @property
+    def state(self) -> EngineState:
+        """How full the engine is now."""
+        with self._lock:
+            return EngineState(
+                num_waiting=len(self._scheduler.waiting),
+                num_running=len(self._scheduler.running),
+                num_blocks=self._blocks.num_blocks,
+                num_free_blocks=self._blocks.num_free_blocks,
+                num_preemptions=self._scheduler.num_preemptions,
+            )
 
     def close(self) -> None:
-        """Closes the runtime. Waits for a running `generate`; a second call does nothing."""
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self.runtime.close()
+        """Drops all requests and closes the runtime. Waits for a running step, whose `generate` then raises.
 
-    def __enter__(self) -> Engine:
+        A second call does nothing.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for request in list(self._requests.values()):
+                self._drop(request)
+            self.runtime.close()
+
+    def __enter__(self) -> LLMEngine:
         return self
 
     def __exit__(
@@ -134,124 +257,72 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _requests(self, prompts: Sequence[str] | Sequence[Sequence[int]], max_new_tokens: int) -> list[Request]:
-        if isinstance(prompts, str):
-            raise InputError("prompts: expected a list of prompts, got one text; put it into a list")
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-            raise InputError(f"max_new_tokens: expected 1 or more, got {max_new_tokens!r}; ask for one token at least")
-        listed: list[str | Sequence[int]] = [*prompts]
-        return [self._request(index, prompt, max_new_tokens) for index, prompt in enumerate(listed)]
+    # Everything below runs with the lock held, except `_advance`, which takes it.
 
-    def _request(self, index: int, prompt: str | Sequence[int], max_new_tokens: int) -> Request:
-        # An empty text may still have a token, the one that the tokenizer puts at the start of every text.
-        token_ids = (self.tokenizer.encode(prompt) if prompt else []) if isinstance(prompt, str) else list(prompt)
-        num_tokens = len(token_ids)
-        if not token_ids:
-            raise InputError(f"prompt {index}: expected one token or more, got an empty prompt; write something there")
-        vocab_size = self.model_config.vocab_size
-        unknown = [t for t in token_ids if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab_size]
-        if unknown:
-            raise InputError(
-                f"prompt {index}: expected token ids from 0 to {vocab_size - 1}, got {unknown[0]!r}; use the tokenizer "
-                f"of this checkpoint"
-            )
-        room = self.max_model_len - num_tokens
-        if room < 1:
-            raise InputError(
-                f"prompt {index}: expected at most {self.max_model_len - 1} tokens, so that the context of "
-                f"{self.max_model_len} has room for an answer, got {num_tokens}; shorten the prompt"
-                + self._can_be_raised(num_tokens)
-            )
-        request = Request(index=index, prompt_token_ids=token_ids, max_new_tokens=min(max_new_tokens, room))
-        if self.kv_cache.blocks_for(request.num_stored) > self.kv_cache.num_blocks:
-            raise InputError(
-                f"prompt {index}: {num_tokens} tokens and an answer of {request.max_new_tokens} need "
-                f"{self.kv_cache.blocks_for(request.num_stored)} blocks of {self.kv_cache.block_size} in the KV cache, "
-                f"which has {self.kv_cache.num_blocks}; raise num_blocks, shorten the prompt or ask for fewer tokens"
-            )
-        return request
+    def _check_open(self, where: str) -> None:
+        if self._closed:
+            raise RuntimeClosedError(f"LLMEngine.{where}: the engine was closed; make a new LLMEngine")
 
-    def _can_be_raised(self, num_tokens: int) -> str:
-        limit = self.model_config.max_position_embeddings
-        return f" or raise max_model_len (the model's limit is {limit})" if num_tokens < limit else ""
+    def _new_id(self, asked: str | None) -> str:
+        if asked is None:
+            return next(name for name in map("request-{}".format, self._numbers) if name not in self._requests)
+        if asked in self._requests:
+            raise InputError(f"request_id: expected one that no request has, got {asked!r}; choose another")
+        return asked
 
-    def _admit(self, waiting: deque[Request]) -> list[Request]:
-        """Takes requests from the front of the queue, with blocks for their whole life, while the cache has room."""
-        batch: list[Request] = []
-        while waiting and self.kv_cache.blocks_for(waiting[0].num_stored) <= self.kv_cache.num_free_blocks:
-            request = waiting.popleft()
-            request.blocks = self.kv_cache.allocate(request.num_stored)
-            batch.append(request)
-        return batch
+    def _add(self, request: Request) -> None:
+        self._requests[request.request_id] = request
+        self._scheduler.add(request)
 
-    def _run_batch(self, batch: list[Request], on_token: OnToken | None) -> None:
-        running, phase = batch, Phase.PREFILL
-        try:
-            while running:
-                for request, token in zip(running, self._step(phase, running), strict=True):
-                    request.add(token, self.model_config.eos_token_ids)
-                    if on_token is not None:
-                        on_token(request.index, token)
-                    if request.finish_reason is not None:
-                        self.kv_cache.free(request.blocks)
-                running = [request for request in running if request.finish_reason is None]
-                phase = Phase.DECODE
-        finally:
-            for request in running:
-                self.kv_cache.free(request.blocks)
+    def _advance(self, owner: object) -> list[RequestOutput]:
+        """The new outputs of a call of `generate`, after a step if there are none yet."""
+        with self._lock:
+            self._check_open("generate")
+            if not any(request.owner is owner for request in self._unread.values()):
+                self._run_step()
+            return self._take(owner)
 
-    def _step(self, phase: Phase, requests: Sequence[Request]) -> list[int]:
-        """Runs the pending tokens of the requests; returns the next token of each."""
-        step = step_inputs(requests, block_size=self.kv_cache.block_size, device=self.device)
-        hidden = self.runtime.run(phase, step.inputs, context=step.context)
-        with torch.inference_mode():
-            return greedy(self.model.logits(hidden[step.last_rows]))
+    def _run_step(self) -> None:
+        """One step. Nothing of a request changes before all of the step's tokens are known."""
+        schedule = self._scheduler.schedule()
+        if schedule is None:
+            return
+        step = step_inputs(schedule.chunks, block_size=self._blocks.block_size, device=self.device)
+        hidden = self.runtime.run(schedule.phase, step.inputs, context=step.context)
+        ready = [chunk.request for chunk in schedule.chunks if chunk.is_last]
+        tokens = []
+        if ready:
+            draws = [Draw(params=request.params, place=len(request.token_ids)) for request in ready]
+            with torch.inference_mode():
+                tokens = self._sampler.sample(self.model.logits(hidden[step.last_rows]), draws)
+        for request, (token, logprobs) in zip(ready, tokens, strict=True):
+            request.add(token, logprobs)
+            self._unread[request.request_id] = request
+            if request.finish_reason is not None:
+                self._scheduler.remove(request)
+        for chunk in schedule.chunks:
+            chunk.request.num_computed += chunk.num_tokens
 
-    def _generation(self, request: Request) -> Generation:
-        assert request.finish_reason is not None
-        return Generation(
-            prompt_token_ids=tuple(request.prompt_token_ids),
-            token_ids=tuple(request.token_ids),
-            text=self.tokenizer.decode(request.token_ids),
-            finish_reason=request.finish_reason,
-        )
+    def _drop(self, request: Request) -> None:
+        """Forgets a request, wherever it is; nobody is told of it any more."""
+        self._scheduler.remove(request)
+        self._unread.pop(request.request_id, None)
+        self._requests.pop(request.request_id, None)
+
+    def _take(self, owner: object) -> list[RequestOutput]:
+        """The outputs of whoever `owner` is, each told once."""
+        taken = [request for request in self._unread.values() if request.owner is owner]
+        for request in taken:
+            del self._unread[request.request_id]
+            if request.finish_reason is not None:
+                del self._requests[request.request_id]
+        return [request.output() for request in taken]
 
 
-def _device(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        found = torch.device(device)
-    except RuntimeError:
-        found = None
-    if found is None or found.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device: expected cpu, cuda or cuda:N, got {str(device)!r}; use one of these")
-    if found.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (found.index or 0) >= count:
-            raise ConfigError(f"device: expected one of {count} CUDA devices, got {found}; use cpu or another index")
-        return found if found.index is not None else torch.device("cuda", torch.cuda.current_device())
-    return found
-
-
-def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    if dtype is None or dtype == "auto":
-        return None
-    found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if found not in DTYPES.values():
-        raise ConfigError(f"dtype: expected auto or one of {', '.join(DTYPES)}, got {dtype!r}; use one of these")
-    return found
-
-
-def _max_model_len(asked: int | None, limit: int) -> int:
-    if asked is not None and asked > limit:
-        raise ConfigError(
-            f"max_model_len: expected at most the model's max_position_embeddings {limit}, got {asked}; lower it"
-        )
-    return asked if asked is not None else limit
-
-
-def _check_positive(**values: int | None) -> None:
-    for name, value in values.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ConfigError(f"{name}: expected a positive integer, got {value!r}; use 1 or more")
+def _params_for(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    listed = list(params)
+    if len(listed) != count:
+        raise InputError(f"params: expected one for each of {count} prompts, got {len(listed)}; give one, or one each")
+    return listed

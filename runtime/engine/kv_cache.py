@@ -1,4 +1,4 @@
-"""The paged KV cache: its memory, one pair of tensors a layer, and which blocks are whose."""
+"""The memory of the paged KV cache: one pair of tensors a layer."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from ...errors import ConfigError, InputError
-from .models.llama import Attention, LlamaForCausalLM
+from ...errors import ConfigError
+from .config import ModelConfig
 
 _DEFAULT_NUM_REQS = 64
 """Requests of the longest length that a cache of the default size holds, if the memory allows."""
@@ -15,70 +15,38 @@ _CPU_BYTES = 1 << 30
 _CUDA_SHARE = 0.5
 
 
-class KVCache:
-    """Allocates the cache tensors of a model's layers, and hands out their blocks.
+def allocate_kv_cache(model: torch.nn.Module, config: ModelConfig, *, num_blocks: int, block_size: int) -> None:
+    """Gives every module of `model` that has buffers `k_cache` and `v_cache` memory for them, all zeros.
 
-    A block is `block_size` tokens of one request, in all layers at once. The tensors are made in inference mode and
-    stay the same objects for the life of the model.
+    The tensors are made in inference mode and stay the same objects for the life of the model.
+
+    Raises:
+        ConfigError: they do not fit into the device's memory.
     """
-
-    def __init__(self, model: LlamaForCausalLM, *, num_blocks: int, block_size: int) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        parameter = model.model.embed_tokens.weight
-        config = model.config
-        shape = (num_blocks, block_size, config.num_kv_heads, config.head_size)
-        layers = [module for module in model.modules() if isinstance(module, Attention)]
-        try:
-            with torch.inference_mode():
-                for layer in layers:
-                    layer.k_cache = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
-                    layer.v_cache = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
-        except (RuntimeError, MemoryError) as error:
-            num_bytes = 2 * len(layers) * math.prod(shape) * parameter.element_size()
-            raise ConfigError(
-                f"num_blocks, block_size: expected a KV cache that fits into the memory of {parameter.device}, got "
-                f"{num_blocks} blocks of {block_size} tokens, {num_bytes} bytes; lower one of them"
-            ) from error
-        self._free = list(range(num_blocks - 1, -1, -1))
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks that belong to no request."""
-        return len(self._free)
-
-    def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks hold `num_tokens`."""
-        return -(-num_tokens // self.block_size)
-
-    def allocate(self, num_tokens: int) -> list[int]:
-        """Takes the blocks for `num_tokens` of one request.
-
-        Raises:
-            InputError: fewer blocks are free.
-        """
-        num_blocks = self.blocks_for(num_tokens)
-        if num_blocks > len(self._free):
-            raise InputError(
-                f"num_blocks: {num_tokens} tokens need {num_blocks} blocks of {self.block_size}, but {len(self._free)} "
-                f"of {self.num_blocks} are free; raise num_blocks or send less at once"
-            )
-        return [self._free.pop() for _ in range(num_blocks)]
-
-    def free(self, blocks: list[int]) -> None:
-        """Gives a request's blocks back and empties the list, so that nothing can be given back twice."""
-        self._free.extend(reversed(blocks))
-        blocks.clear()
+    parameter = next(model.parameters())
+    shape = (num_blocks, block_size, config.num_kv_heads, config.head_size)
+    layers = [module for module in model.modules() if hasattr(module, "k_cache") and hasattr(module, "v_cache")]
+    try:
+        with torch.inference_mode():
+            for layer in layers:
+                layer.k_cache = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+                layer.v_cache = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+    except (RuntimeError, MemoryError) as error:
+        num_bytes = 2 * len(layers) * math.prod(shape) * parameter.element_size()
+        raise ConfigError(
+            f"num_blocks, block_size: expected a KV cache that fits into the memory of {parameter.device}, got "
+            f"{num_blocks} blocks of {block_size} tokens, {num_bytes} bytes; lower one of them"
+        ) from error
 
 
-def default_num_blocks(model: LlamaForCausalLM, *, block_size: int, max_model_len: int) -> int:
+def default_num_blocks(model: torch.nn.Module, config: ModelConfig, *, block_size: int, max_model_len: int) -> int:
     """Enough for 64 requests of the longest length, within 1 GiB on a CPU or half of a GPU's free memory.
 
     Never less than one request of the longest length needs: if that does not fit, the allocation says so.
     """
-    parameter, config = model.model.embed_tokens.weight, model.config
+    parameter = next(model.parameters())
     per_request = -(-max_model_len // block_size)
-    token_bytes: int = 2 * config.num_layers * config.num_kv_heads * config.head_size * parameter.dtype.itemsize
+    token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_size * parameter.element_size()
     budget_bytes = _CPU_BYTES
     if parameter.device.type == "cuda":
         budget_bytes = int(torch.cuda.mem_get_info(parameter.device)[0] * _CUDA_SHARE)

@@ -1,20 +1,28 @@
-"""Makes a small Llama checkpoint with random weights and a real tokenizer: for tests and for the demo."""
+"""Makes a small checkpoint of any family with random weights and a real tokenizer: for tests and for the demo."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...errors import ModelError
+from ...errors import ConfigError, ModelError
 from .config import DTYPES
 
 BOS, EOS = "<|begin|>", "<|end|>"
+
+FAMILIES: dict[str, tuple[str, frozenset[str]]] = {
+    "llama": ("Llama", frozenset({"attention_bias", "mlp_bias"})),
+    "mistral": ("Mistral", frozenset({"sliding_window"})),
+    "qwen2": ("Qwen2", frozenset({"sliding_window", "max_window_layers"})),
+    "qwen3": ("Qwen3", frozenset({"attention_bias", "sliding_window", "max_window_layers"})),
+}
+"""For each family, how the names of transformers' classes begin, and which arguments only some families have."""
 
 SENTENCES = (
     "A model is traced once, and its graph is cut at the operators that must not be compiled.",
@@ -32,6 +40,7 @@ SENTENCES = (
 def make_checkpoint(
     directory: str | os.PathLike[str],
     *,
+    family: str = "llama",
     seed: int = 0,
     num_layers: int = 2,
     hidden_size: int = 64,
@@ -41,6 +50,9 @@ def make_checkpoint(
     head_size: int | None = None,
     max_position_embeddings: int = 256,
     rope_theta: float = 10000.0,
+    rope_scaling: Mapping[str, Any] | None = None,
+    sliding_window: int | None = None,
+    max_window_layers: int = 0,
     tie_word_embeddings: bool = False,
     attention_bias: bool = False,
     mlp_bias: bool = False,
@@ -52,9 +64,23 @@ def make_checkpoint(
 
     The same arguments give the same weights. A `max_shard_size` below the model's size gives shards and an index.
 
+    Args:
+        family: "llama", "mistral", "qwen2" or "qwen3".
+        rope_scaling: the rope type and its parameters, by their names in config.json.
+        sliding_window: tokens that a token attends to, itself included; by default all before it.
+        max_window_layers: the first layer that has the window, in Qwen's families.
+
     Raises:
+        ConfigError: there is no such family, or it does not have what an argument asks for.
         ModelError: transformers or tokenizers is not installed.
     """
+    extras: dict[str, Any] = {"attention_bias": attention_bias, "mlp_bias": mlp_bias, "sliding_window": sliding_window}
+    prefix, only = _family(family, **extras, max_window_layers=max_window_layers)
+    extras = {name: value for name, value in extras.items() if name in only}
+    if "max_window_layers" in only:
+        extras |= {"max_window_layers": max_window_layers, "use_sliding_window": sliding_window is not None}
+    if rope_scaling is not None:
+        extras["rope_scaling"] = dict(rope_scaling)
     try:
         tokenizers: Any = importlib.import_module("tokenizers")
         transformers: Any = importlib.import_module("transformers")
@@ -67,8 +93,8 @@ def make_checkpoint(
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = _train_tokenizer(tokenizers)
     tokenizer.save(str(directory / "tokenizer.json"))
-    config = transformers.LlamaConfig(
-        architectures=["LlamaForCausalLM"],
+    config = getattr(transformers, f"{prefix}Config")(
+        architectures=[f"{prefix}ForCausalLM"],
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
@@ -79,18 +105,30 @@ def make_checkpoint(
         max_position_embeddings=max_position_embeddings,
         rope_theta=rope_theta,
         tie_word_embeddings=tie_word_embeddings,
-        attention_bias=attention_bias,
-        mlp_bias=mlp_bias,
         initializer_range=initializer_range,
         bos_token_id=tokenizer.token_to_id(BOS),
         eos_token_id=tokenizer.token_to_id(EOS),
+        **extras,
     )
     with torch.random.fork_rng(devices=[]), _quiet(transformers):
         torch.manual_seed(seed)
-        model = transformers.LlamaForCausalLM(config).to(DTYPES[dtype])
+        model = getattr(transformers, f"{prefix}ForCausalLM")(config).to(DTYPES[dtype])
         _randomise_vectors(model, initializer_range)
         model.save_pretrained(directory, max_shard_size=max_shard_size)
     return directory
+
+
+def _family(family: str, **asked: Any) -> tuple[str, frozenset[str]]:
+    """The row of FAMILIES; everything that is asked for must be in it."""
+    if family not in FAMILIES:
+        raise ConfigError(f"family: expected one of {', '.join(FAMILIES)}, got {family!r}; use one of these")
+    for name, value in asked.items():
+        if value and name not in FAMILIES[family][1]:
+            having = ", ".join(other for other, (_, names) in FAMILIES.items() if name in names)
+            raise ConfigError(
+                f"{name}: expected none, as {family} has no such key, got {value!r}; only {having} has it"
+            )
+    return FAMILIES[family]
 
 
 def _randomise_vectors(model: torch.nn.Module, spread: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +11,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ...errors import ModelError
-from .config import read_json
-from .models.llama import LlamaForCausalLM
+from .json_keys import read_json
+from .models.decoder import DecoderForCausalLM
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 _STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _MAX_LISTED = 8
+_COMPARED_ROWS = 4096
+"""Rows of a tensor and of its copy that are in memory at once while they are compared."""
 
 
 def load_weights(
-    model: LlamaForCausalLM, directory: Path, *, device: torch.device, dtype: torch.dtype | None = None
+    model: DecoderForCausalLM, directory: Path, *, device: torch.device, dtype: torch.dtype | None = None
 ) -> None:
     """Gives `model`, built on the meta device, the weights of a checkpoint.
 
@@ -30,21 +32,23 @@ def load_weights(
 
     Raises:
         ModelError: a file is missing, truncated or no safetensors file; or tensors are missing, unknown, of another
-            shape or of a dtype that cannot be used, all of them listed. The model is then as it was.
+            shape or of a dtype that cannot be used, all of them listed; or embeddings that config.json calls tied
+            differ. The model is then as it was.
     """
     files = checkpoint_files(directory)
     with contextlib.ExitStack() as stack:
         readers = [(path, stack.enter_context(_open(path))) for path in files]
         stored = {name: (path, reader) for path, reader in readers for name in reader.keys()}  # noqa: SIM118
         _check(model, stored, directory)
+        for copy, original in model.checkpoint_copies().items():
+            if copy in stored:
+                _check_copy(copy, original, stored)
         embedding = stored["model.embed_tokens.weight"][1].get_slice("model.embed_tokens.weight").get_dtype()
         model.allocate(device, dtype or model.config.dtype or _STORED_DTYPES[embedding])
         for name, target in model.checkpoint_tensors().items():
             path, reader = stored[name]
-            try:
+            with _reading(path, name):
                 target.copy_(reader.get_tensor(name))
-            except (SafetensorError, OSError) as error:
-                raise ModelError(f"{path}: {name} cannot be read ({error}); download this file again") from error
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
@@ -89,7 +93,35 @@ def _open(path: Path) -> Any:
         ) from error
 
 
-def _check(model: LlamaForCausalLM, stored: Mapping[str, tuple[Path, Any]], directory: Path) -> None:
+@contextlib.contextmanager
+def _reading(path: Path, name: str) -> Iterator[None]:
+    """Says which tensor of which file could not be read."""
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path}: {name} cannot be read ({error}); download this file again") from error
+
+
+def _check_copy(copy: str, original: str, stored: Mapping[str, tuple[Path, Any]]) -> None:
+    """Refuses a copy that holds other values than the original: one of the two would be dropped without a word."""
+    headers = [stored[name][1].get_slice(name) for name in (copy, original)]
+    shape, original_shape = (list(header.get_shape()) for header in headers)
+    same = shape == original_shape and headers[0].get_dtype() in _STORED_DTYPES
+    for first in range(0, shape[0] if same else 0, _COMPARED_ROWS):
+        parts = []
+        for name, header in zip((copy, original), headers, strict=True):
+            with _reading(stored[name][0], name):
+                parts.append(header[first : first + _COMPARED_ROWS])
+        dtype = torch.promote_types(parts[0].dtype, parts[1].dtype)
+        same = same and torch.equal(parts[0].to(dtype), parts[1].to(dtype))
+    if not same:
+        raise ModelError(
+            f"{stored[copy][0]}: {copy}: expected a copy of {original}, as tie_word_embeddings is true in config.json, "
+            f"got other values; say false there, or use the files of one checkpoint"
+        )
+
+
+def _check(model: DecoderForCausalLM, stored: Mapping[str, tuple[Path, Any]], directory: Path) -> None:
     """Compares names, shapes and dtypes, and lists everything that does not fit in one error."""
     wanted = model.checkpoint_tensors()
     missing = [name for name in wanted if name not in stored]

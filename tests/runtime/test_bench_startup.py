@@ -133,18 +133,18 @@ def test_step_times_follow_the_counters(monkeypatch: pytest.MonkeyPatch) -> None
     now = 114.0
     counters.add("steps")
     counters.add("compiles_general", 3)
-    times.on_token(0, 1)
+    times.on_output(0, None)
     now = 115.0
-    times.on_token(1, 1)  # the same step
+    times.on_output(1, None)  # the same step
     assert (times.settled_s, times.first_token_s, times.step_s) == (17.0, 17.0, [4.0])
     now = 117.0
     counters.add("steps")
-    times.on_token(0, 1)
+    times.on_output(0, None)
     assert (times.settled_s, times.first_token_s, times.step_s) == (17.0, 17.0, [4.0, 2.0])
     now = 120.0
     counters.add("steps")
     counters.add("promotions")
-    times.on_token(0, 1)
+    times.on_output(0, None)
     assert (times.settled_s, times.first_token_s, times.step_s) == (23.0, 17.0, [4.0, 2.0, 3.0])
 
 

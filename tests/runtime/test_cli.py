@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import logging
 import os
@@ -22,7 +23,8 @@ from piecework import __version__
 from piecework.errors import PieceworkError
 from piecework.phases import GraphConfig
 from piecework.runtime import cli, console
-from piecework.runtime.engine.engine import Engine
+from piecework.runtime.engine.engine import LLMEngine
+from piecework.runtime.engine.params import SamplingParams
 from piecework.runtime.engine.toy_checkpoint import make_checkpoint
 
 PROMPTS = ["Once upon a time", "The river"]
@@ -67,31 +69,97 @@ def other_than_progress(err: str) -> list[str]:
 
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 def test_generate_prints_what_the_engine_answers(model: Path, compiler: str) -> None:
-    with Engine(model, GraphConfig(), device="cpu") as engine:
-        expected = engine.generate(PROMPTS, max_new_tokens=5)
+    with LLMEngine(model, GraphConfig(), device="cpu") as engine:
+        expected = engine.generate(PROMPTS, SamplingParams(max_new_tokens=5))
     words = ["generate", "--model", model, "--prompt", PROMPTS[0], "--prompt", PROMPTS[1], "--max-new-tokens", 5]
     words += ["--device", "cpu", "--cuda-graph-tc-compiler", compiler]
-    code, out, err = run(*words)
-    assert (code, other_than_progress(err)) == (0, [])
-    assert out == "\n".join(
-        f"prompt: {prompt}\ntext:   {console.printable(generation.text)}\n"
-        for prompt, generation in zip(PROMPTS, expected, strict=True)
+    text = "\n".join(
+        f"prompt: {prompt}\ntext:   {console.printable(output.text)}\n"
+        for prompt, output in zip(PROMPTS, expected, strict=True)
     )
+    for stream in ([], ["--stream"]):
+        code, out, err = run(*words, *stream)
+        assert (code, other_than_progress(err)) == (0, [])
+        assert out == text
     code, out, err = run(*words, "--json")
     answer = json.loads(out)
     assert (code, other_than_progress(err), answer["model"]) == (0, [], str(model))
     assert answer["results"] == [
         {
+            "request_id": f"request-{i}",
             "prompt": prompt,
-            "prompt_token_ids": list(generation.prompt_token_ids),
-            "token_ids": list(generation.token_ids),
-            "text": generation.text,
-            "finish_reason": generation.finish_reason,
+            "prompt_token_ids": list(output.prompt_token_ids),
+            "token_ids": list(output.token_ids),
+            "text": output.text,
+            "logprobs": None,
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+            "num_preemptions": 0,
         }
-        for prompt, generation in zip(PROMPTS, expected, strict=True)
+        for i, (prompt, output) in enumerate(zip(PROMPTS, expected, strict=True))
     ]
     # A prefill and four decode steps; only a compiler needs a trace.
     assert (answer["counters"]["steps"], answer["counters"]["traces"]) == (5, int(compiler != "eager"))
+
+
+def test_generate_streams_in_the_order_of_the_prompts(model: Path) -> None:
+    writes: list[str] = []
+
+    class Recorded(io.StringIO):
+        def flush(self) -> None:
+            writes.append(self.getvalue())
+
+    with contextlib.redirect_stdout(Recorded()):
+        words = ["generate", "--model", str(model), "--device", "cpu", "--stream", "--max-new-tokens", "6"]
+        words += ["--prompt", PROMPTS[0], "--prompt", PROMPTS[1], "--seed", "5", "--temperature", "1"]
+        assert cli.main(words) == 0
+    steps = list(dict.fromkeys(writes))
+    # The first answer grows step by step. The second one grew beside it, so it is there almost at once.
+    assert [PROMPTS[1] in text for text in steps][-3:] == [False, True, True]
+    assert len(steps) > 4
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(steps))
+    assert steps[0].startswith(f"prompt: {PROMPTS[0]}\ntext:   ")
+    assert f"\n\nprompt: {PROMPTS[1]}\ntext:   " in steps[-1]
+
+
+def test_generate_samples_stops_and_gives_logprobs(model: Path) -> None:
+    sampling: dict[str, Any] = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "seed": 3, "max_new_tokens": 9}
+    with LLMEngine(model, GraphConfig(), device="cpu") as engine:
+        [plain] = engine.generate(PROMPTS[:1], SamplingParams(**sampling))
+        stop = plain.text[4:6]
+        params = SamplingParams(**sampling, stop=["no such text", stop], logprobs=2)
+        [expected] = engine.generate(PROMPTS[:1], params)
+    assert expected.finish_reason == "stop"
+    words: list[object] = ["generate", "--model", model, "--device", "cpu", "--prompt", PROMPTS[0], "--logprobs", 2]
+    words += [word for name, value in sampling.items() for word in ("--" + name.replace("_", "-"), value)]
+    words += ["--stop", "no such text", "--stop", stop, "--max-num-seqs", 1, "--max-num-batched-tokens", 3]
+    code, out, _ = run(*words, "--json")
+    answer = json.loads(out)
+    [result] = answer["results"]
+    assert (code, result["token_ids"], result["text"]) == (0, list(expected.token_ids), expected.text)
+    assert (result["finish_reason"], result["stop_reason"]) == ("stop", stop)
+    assert answer["counters"]["steps"] > len(result["token_ids"])  # the prompt came in chunks of three
+    assert [token["token_id"] for token in result["logprobs"]] == result["token_ids"]
+    assert expected.logprobs is not None
+    for got, wanted in zip(result["logprobs"], expected.logprobs, strict=True):
+        assert got["logprob"] == pytest.approx(wanted.logprob, abs=1e-4)
+        assert [token for token, _ in got["top"]] == [token for token, _ in wanted.top]
+    code, out, _ = run(*words)
+    text, _, table = out.partition("\n\nlog-probabilities: Once upon a time\n")
+    assert (code, text) == (0, f"prompt: {PROMPTS[0]}\ntext:   {console.printable(expected.text)}")
+    assert len(table.splitlines()) == len(expected.token_ids)
+    assert f" {expected.logprobs[0].logprob:.4f};  " in table.splitlines()[0]
+
+
+def test_without_a_model_it_takes_the_one_of_the_package(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("piecework.runtime.engine.default_model.path", lambda: model)
+    code, out, _ = run("generate", "--prompt", PROMPTS[0], "--device", "cpu", "--json")
+    assert (code, json.loads(out)["model"]) == (0, str(model))
+    code, out, _ = run(
+        "explain", "--device", "cpu", "--cuda-graph-tc-compiler", "aot_eager", "--cuda-graph-bs-prefill", 8
+    )
+    assert code == 0
+    assert f"{NUM_LAYERS + 1} pieces (3 distinct)" in out
 
 
 def test_generate_takes_the_launch_flags_and_explains_on_stderr(model: Path) -> None:
@@ -142,7 +210,9 @@ def test_output_in_another_encoding(model: Path) -> None:
 def test_ops_without_a_model_says_not_traced() -> None:
     out, err = start("-m", "piecework", "ops").communicate()
     assert err == ""
-    [name, schema, mutates, defined, matched] = out.splitlines()
+    packed, paged, *fused = out.split("\n\n")
+    assert packed.startswith("piecework::packed_attention.default\n")
+    [name, schema, mutates, defined, matched] = paged.splitlines()
     assert name == "piecework::paged_attention.default"
     assert schema.startswith("  schema   piecework::paged_attention(Tensor q, ")
     assert mutates == "  mutates  k_cache, v_cache, out"
@@ -150,7 +220,10 @@ def test_ops_without_a_model_says_not_traced() -> None:
     assert matched == "  matched  not traced"
     answer = json.loads(start("-m", "piecework.runtime.cli", "ops", "--json").communicate()[0])
     assert (answer["traced"], answer["never_matched"]) == (False, None)
-    assert [op["num_matched"] for op in answer["split_ops"]] == [None]
+    assert [op["num_matched"] for op in answer["split_ops"]] == [None, None]
+    names = ["fused_add_rms_norm", "rms_norm", "rotary_embedding", "silu_and_mul"]
+    assert [op["name"] for op in answer["fused_ops"]] == names
+    assert [text.splitlines()[0] for text in fused] == [f"fused op {name}" for name in names]
 
 
 WITH_ANOTHER_OP = """
@@ -171,12 +244,14 @@ def test_ops_with_a_model_counts_matches_and_reports_an_op_that_never_matched(mo
     out, err = start(*words).communicate()
     assert "Traceback" not in err
     assert out.count(f"  matched  {NUM_LAYERS} graph nodes") == 1
-    assert out.count("  matched  0 graph nodes") == 1
-    assert out.endswith("\nnever matched: main::nobody_calls_me (this model's graph does not call them)\n")
+    assert out.count("  matched  0 graph nodes") == 2
+    never = ["main::nobody_calls_me", "piecework::packed_attention"]
+    assert out.endswith(f"\nnever matched: {', '.join(never)} (this model's graph does not call them)\n")
     answer = json.loads(start(*words, "--json").communicate()[0])
-    assert (answer["traced"], answer["never_matched"]) == (True, ["main::nobody_calls_me"])
+    assert (answer["traced"], answer["never_matched"]) == (True, never)
     assert {op["name"]: op["num_matched"] for op in answer["split_ops"]} == {
         "main::nobody_calls_me": 0,
+        "piecework::packed_attention": 0,
         "piecework::paged_attention": NUM_LAYERS,
     }
 
@@ -248,9 +323,10 @@ def test_top_level_help_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
         "\n"
         "commands:\n"
         "  COMMAND\n"
-        "    generate  continue prompts with a checkpoint, greedily\n"
+        "    generate  continue prompts with a checkpoint\n"
         "    bench     measure\n"
-        "    ops       list the registered split ops; with --model, also how many nodes of its graph each matched\n"
+        "    ops       list the split ops and fused ops; with --model, also how many nodes of its graph a split op\n"
+        "              matched\n"
         "    explain   compile every bucket, then say what runs for each and why\n"
     )
     assert run("--version") == (0, f"piecework {__version__}\n", "")
@@ -323,7 +399,7 @@ NORM = "model.norm.weight"
         ),
         (
             lambda d: change_config(d, architectures=["BertModel"]),
-            "architectures: expected one of LlamaForCausalLM, got BertModel; .* use a checkpoint of a supported",
+            "architectures: expected one of LlamaForCausalLM, .*, got BertModel; .* use a checkpoint of a supported",
         ),
         (lambda d: (d / "config.json").write_text("{"), r"config\.json: not readable as JSON .*; download this file"),
         (lambda d: (d / "tokenizer.json").unlink(), r"tokenizer\.json: the file is missing; download"),
@@ -347,6 +423,18 @@ def test_a_bad_checkpoint_is_a_short_error(
             r"prompt 0: expected text in the terminal's encoding, got '\\udcff'; write it in UTF-8",
         ),
         (["--max-new-tokens", "0"], "max_new_tokens: expected 1 or more, got 0"),
+        (["--temperature", "-1"], "temperature: expected 0 or more, got -1.0; use a number in this range"),
+        (["--top-k", "-1"], "top_k: expected 0 or more, got -1"),
+        (["--top-p", "0"], "top_p: expected more than 0 and at most 1, got 0.0"),
+        (["--seed", "-1"], "seed: expected 0 to"),
+        (["--stop", ""], "stop: expected texts of one character or more, got ''"),
+        (["--logprobs", "513"], "logprobs: expected at most the model's vocab_size 512, got 513; lower it"),
+        (["--stream", "--json"], "--stream: expected one of --stream and --json, got both; leave one out"),
+        (["--max-num-seqs", "0"], "max_num_seqs: expected a positive integer, got 0"),
+        (
+            ["--max-num-seqs", "4", "--max-num-batched-tokens", "3"],
+            "max_num_batched_tokens: expected at least max_num_seqs 4, since each running request needs a token a step",
+        ),
         (["--dtype", "int8"], "dtype: expected auto or one of float32, .*, got 'int8'"),
         (["--device", "abacus"], "device: expected cpu, cuda or cuda:N, got 'abacus'"),
         (["--num-blocks", "0"], "num_blocks: expected a positive integer, got 0"),
@@ -394,7 +482,6 @@ def assert_refused(words: list[Any], message: str) -> None:
     ("words", "message"),
     [
         (["generate", "--model", "somewhere"], "arguments are required: --prompt"),
-        (["generate", "--prompt", "fine"], "arguments are required: --model"),
         (["generate", "--model", "x", "--prompt", "x", "--max-new-tokens", "x"], "invalid int value: 'x'"),
         (["cache"], "invalid choice: 'cache'"),
         (["bench"], "arguments are required: BENCHMARK"),

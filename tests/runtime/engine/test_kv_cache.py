@@ -1,4 +1,4 @@
-"""Blocks: whose they are, and how much memory the cache takes."""
+"""How much memory the cache takes, and where it is."""
 
 from __future__ import annotations
 
@@ -7,22 +7,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from piecework.errors import InputError
+from piecework.errors import ConfigError
 from piecework.runtime.engine.config import ModelConfig
-from piecework.runtime.engine.kv_cache import KVCache, default_num_blocks
+from piecework.runtime.engine.kv_cache import allocate_kv_cache, default_num_blocks
 from piecework.runtime.engine.models import ARCHITECTURES, build_model
-from piecework.runtime.engine.models.llama import LlamaForCausalLM
 
 
 @pytest.fixture
-def model(checkpoint: Path) -> LlamaForCausalLM:
-    model = build_model(ModelConfig.from_directory(checkpoint, frozenset(ARCHITECTURES)))
+def config(checkpoint: Path) -> ModelConfig:
+    return ModelConfig.from_directory(checkpoint, frozenset(ARCHITECTURES))
+
+
+@pytest.fixture
+def model(config: ModelConfig) -> torch.nn.Module:
+    model = build_model(config)
     model.allocate(torch.device("cpu"), torch.bfloat16)
     return model
 
 
-def test_every_layer_has_its_own_cache(model: LlamaForCausalLM) -> None:
-    KVCache(model, num_blocks=5, block_size=4)
+def test_every_layer_has_its_own_cache(model: torch.nn.Module, config: ModelConfig) -> None:
+    allocate_kv_cache(model, config, num_blocks=5, block_size=4)
     buffers = dict(model.named_buffers())
     caches = {name: buffer for name, buffer in buffers.items() if name.endswith("_cache")}
     assert sorted(caches) == sorted(f"model.layers.{n}.self_attn.{kv}_cache" for n in range(3) for kv in "kv")
@@ -35,27 +39,19 @@ def test_every_layer_has_its_own_cache(model: LlamaForCausalLM) -> None:
     assert not any(name.endswith("_cache") for name in model.state_dict())
 
 
-def test_blocks_belong_to_one_request_until_they_are_freed(model: LlamaForCausalLM) -> None:
-    cache = KVCache(model, num_blocks=5, block_size=4)
-    first, second = cache.allocate(9), cache.allocate(4)
-    assert (len(first), len(second), cache.num_free_blocks) == (3, 1, 1)
-    assert not set(first) & set(second)
-    with pytest.raises(InputError, match="5 tokens need 2 blocks of 4, but 1 of 5 are free"):
-        cache.allocate(5)
-    assert cache.num_free_blocks == 1
-    cache.free(first)
-    assert first == []
-    cache.free(first)
-    assert cache.num_free_blocks == 4
-    assert set(cache.allocate(16)).isdisjoint(second)
+def test_a_cache_that_does_not_fit_says_how_large_it_is(model: torch.nn.Module, config: ModelConfig) -> None:
+    # K and V of 3 layers of 2 heads of 16 elements of 2 bytes: 384 bytes a token.
+    message = rf"memory of cpu, got {2**50} blocks of 4 tokens, {2**50 * 4 * 384} bytes; lower one of them"
+    with pytest.raises(ConfigError, match=message):
+        allocate_kv_cache(model, config, num_blocks=2**50, block_size=4)
 
 
-def test_default_size(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_size(model: torch.nn.Module, config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     # 256 tokens are 16 blocks of 16, and 64 requests of them 1024.
-    assert default_num_blocks(model, block_size=16, max_model_len=256) == 1024
-    # A token takes K and V of 3 layers of 2 heads of 16 elements of 2 bytes: 384 bytes, a block 6144.
+    assert default_num_blocks(model, config, block_size=16, max_model_len=256) == 1024
+    # A token takes 384 bytes, as above; a block 6144.
     monkeypatch.setattr("piecework.runtime.engine.kv_cache._CPU_BYTES", 100 * 6144)
-    assert default_num_blocks(model, block_size=16, max_model_len=256) == 100
+    assert default_num_blocks(model, config, block_size=16, max_model_len=256) == 100
     # One request of the longest length has to fit in any case.
     monkeypatch.setattr("piecework.runtime.engine.kv_cache._CPU_BYTES", 1)
-    assert default_num_blocks(model, block_size=16, max_model_len=250) == 16
+    assert default_num_blocks(model, config, block_size=16, max_model_len=250) == 16

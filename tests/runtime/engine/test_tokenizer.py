@@ -45,3 +45,26 @@ def test_a_missing_library_says_what_to_install(checkpoint: Path, monkeypatch: p
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ModelError, match=r"pip install 'piecework\[hf\]'"):
         Tokenizer(checkpoint)
+
+
+def test_ids_that_the_model_does_not_know_are_refused_with_both_numbers(own_checkpoint: Path) -> None:
+    Tokenizer(own_checkpoint).check_fits(512)
+    Tokenizer(own_checkpoint).check_fits(600)  # rows that no token uses are common
+    with pytest.raises(
+        ModelError, match=r"below the model's vocab_size 511, got ids up to 511; use the tokenizer.json"
+    ):
+        Tokenizer(own_checkpoint).check_fits(511)
+    path = str(own_checkpoint / "tokenizer.json")
+    reference = tokenizers.Tokenizer.from_file(path)
+    reference.add_tokens(["<pad>"])  # counts too
+    reference.save(path)
+    with pytest.raises(ModelError, match="vocab_size 512, got ids up to 512"):
+        Tokenizer(own_checkpoint).check_fits(512)
+
+
+def test_a_token_for_a_person_to_read(checkpoint: Path) -> None:
+    tokenizer = Tokenizer(checkpoint)
+    [first, *_] = tokenizer.encode("🌊")[1:]
+    assert [tokenizer.token(token) for token in (0, tokenizer.encode("A")[1], 9999)] == ["<|begin|>", "A", "<9999>"]
+    assert len(tokenizer.token(first)) == 1  # the vocabulary's stand-in for a byte
+    assert "\ufffd" not in tokenizer.token(first)

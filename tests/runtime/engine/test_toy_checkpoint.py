@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,23 @@ def test_transformers_reads_it(checkpoint: Path) -> None:
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(checkpoint / "tokenizer.json"))
     assert len(tokenizer) == config.vocab_size
     assert tokenizer.decode(tokenizer("lazy dog").input_ids, skip_special_tokens=True) == "lazy dog"
+
+
+@pytest.mark.parametrize(
+    ("family", "extra"),
+    [("mistral", {"sliding_window": 3}), ("qwen2", {"sliding_window": 3, "max_window_layers": 1}), ("qwen3", {})],
+)
+def test_makes_each_family_with_its_own_keys(tmp_path: Path, family: str, extra: dict[str, Any]) -> None:
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    directory = make_checkpoint(tmp_path, family=family, rope_theta=500.0, rope_scaling=scaling, **extra)
+    config = transformers.AutoConfig.from_pretrained(directory)
+    assert config.model_type == family
+    assert config.architectures == [f"{family.capitalize()}ForCausalLM"]
+    assert config.rope_parameters == {"rope_theta": 500.0, **scaling}
+    assert config.sliding_window == extra.get("sliding_window")
+    assert {key: getattr(config, key) for key in extra} == extra
+    assert scaling == {"rope_type": "linear", "factor": 2.0}
+    assert not any(hasattr(config, key) for key in ("mlp_bias", "max_window_layers") if family == "mistral")
 
 
 def test_leaves_the_process_as_it_was(tmp_path: Path) -> None:

@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from piecework.errors import ModelError
 from piecework.runtime.engine.config import ModelConfig
 from piecework.runtime.engine.models import ARCHITECTURES, build_model
-from piecework.runtime.engine.models.llama import LlamaForCausalLM
+from piecework.runtime.engine.models.decoder import DecoderForCausalLM
 from piecework.runtime.engine.weights import load_weights
 
 CPU = torch.device("cpu")
 
 
-def build(directory: Path) -> LlamaForCausalLM:
+def build(directory: Path) -> DecoderForCausalLM:
     return build_model(ModelConfig.from_directory(directory, frozenset(ARCHITECTURES)))
 
 
@@ -32,7 +32,9 @@ def change_weights(directory: Path, change: Callable[[dict[str, torch.Tensor]], 
     save_file(tensors, path)
 
 
-@pytest.mark.parametrize("variant", ["grouped heads", "tied embeddings", "biases", "sharded", "bfloat16"])
+@pytest.mark.parametrize(
+    "variant", ["grouped heads", "tied embeddings", "biases", "sharded", "bfloat16", "qwen2", "qwen3"]
+)
 def test_every_value_arrives(checkpoint_variant: Callable[[str], Path], variant: str) -> None:
     directory = checkpoint_variant(variant)
     shards = sorted(directory.glob("*.safetensors"))
@@ -69,6 +71,72 @@ def test_without_a_dtype_in_the_config_the_stored_one_counts(own_checkpoint: Pat
     model = build(own_checkpoint)
     load_weights(model, own_checkpoint, device=CPU)
     assert {p.dtype for p in model.parameters()} == {torch.float16}
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["the caller says", "config.json says"])
+def test_a_float16_file_becomes_a_float32_model(own_checkpoint: Path, asked: bool) -> None:
+    change_weights(own_checkpoint, lambda tensors: tensors.update({n: t.half() for n, t in tensors.items()}))
+    config = json.loads((own_checkpoint / "config.json").read_text()) | {"dtype": "float16" if asked else "float32"}
+    (own_checkpoint / "config.json").write_text(json.dumps(config))
+    model = build(own_checkpoint)
+    load_weights(model, own_checkpoint, device=CPU, dtype=torch.float32 if asked else None)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    stored = load_file(own_checkpoint / "model.safetensors")
+    for name, tensor in model.checkpoint_tensors().items():
+        assert stored[name].dtype == torch.float16
+        assert torch.equal(tensor, stored[name].float()), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=["F8_E4M3", "I8"])
+def test_weights_that_need_a_scale_are_refused(
+    own_checkpoint: Path, dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    name = "model.layers.0.mlp.down_proj.weight"
+    change_weights(own_checkpoint, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    stored = request.node.callspec.id
+    with pytest.raises(ModelError, match=f"1 dtype: {name} .stored as {stored}, expected one of F64, F32, BF16, F16"):
+        load_weights(build(own_checkpoint), own_checkpoint, device=CPU)
+
+
+@pytest.mark.parametrize("rows", [512, 100, 1])
+@pytest.mark.parametrize("as_float64", [False, True])
+def test_a_copy_of_tied_embeddings_is_compared(
+    checkpoint_variant: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rows: int,
+    as_float64: bool,
+) -> None:
+    monkeypatch.setattr("piecework.runtime.engine.weights._COMPARED_ROWS", rows)
+    source = checkpoint_variant("tied embeddings")
+    tensors = load_file(source / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    copy = tensors["model.embed_tokens.weight"].clone()
+    tensors["lm_head.weight"] = copy.double() if as_float64 else copy
+    save_file(tensors, tmp_path / "model.safetensors")
+    load_weights(build(source), tmp_path, device=CPU)
+    tensors["lm_head.weight"][-1, -1] += 1e-3
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = build(source)
+    with pytest.raises(ModelError, match="lm_head.weight: expected a copy of model.embed_tokens.weight, as tie_word"):
+        load_weights(model, tmp_path, device=CPU)
+    assert all(p.is_meta for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [lambda t: t[:-1].clone(), lambda t: t.flatten().clone(), lambda t: t.to(torch.int8)],
+    ids=["rows", "dims", "dtype"],
+)
+def test_a_copy_of_tied_embeddings_that_is_none(
+    checkpoint_variant: Callable[[str], Path], tmp_path: Path, spoil: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    source = checkpoint_variant("tied embeddings")
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] = spoil(tensors["model.embed_tokens.weight"])
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="lm_head.weight: expected a copy of model.embed_tokens.weight"):
+        load_weights(build(source), tmp_path, device=CPU)
 
 
 def test_tensors_without_a_use_are_ignored(checkpoint_variant: Callable[[str], Path], tmp_path: Path) -> None:

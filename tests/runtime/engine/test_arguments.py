@@ -1,0 +1,87 @@
+"""The engine's arguments: what is refused, before weights are read, and what is worked out where they are left open."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from piecework.errors import ConfigError, ModelError
+from piecework.phases import GraphConfig
+from piecework.runtime.engine.engine import LLMEngine
+
+
+def change_config(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dtype": "int8"}, "dtype: expected auto or one of float32, .*, got 'int8'"),
+        ({"dtype": torch.int8}, "dtype: expected auto or one of"),
+        ({"device": "abacus"}, "device: expected cpu, cuda or cuda:N, got 'abacus'"),
+        ({"device": torch.device("meta")}, "device: expected cpu, cuda or cuda:N, got 'meta'"),
+        ({"device": "cuda:99"}, "device: expected one of .* CUDA devices, got cuda:99"),
+        ({"block_size": 0}, "block_size: expected a positive integer, got 0"),
+        ({"num_blocks": -1}, "num_blocks: expected a positive integer, got -1"),
+        ({"max_model_len": 1.5}, "max_model_len: expected a positive integer, got 1.5"),
+        ({"max_model_len": 257}, "max_model_len: expected at most the model's max_position_embeddings 256, got 257"),
+        ({"max_num_seqs": 0}, "max_num_seqs: expected a positive integer, got 0"),
+        ({"max_num_batched_tokens": True}, "max_num_batched_tokens: expected a positive integer, got True"),
+        (
+            {"max_num_seqs": 9, "max_num_batched_tokens": 8},
+            "max_num_batched_tokens: expected at least max_num_seqs 9, .*, got 8; raise it or lower max_num_seqs",
+        ),
+        (
+            {"enable_chunked_prefill": False, "max_num_batched_tokens": 255},
+            "expected at least max_model_len 256, .*, got 255; raise it, lower max_model_len or enable chunked prefill",
+        ),
+        ({"config": GraphConfig(startup="tiered")}, "startup"),
+    ],
+)
+def test_bad_arguments_are_refused_before_weights_are_read(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], message: str
+) -> None:
+    def never(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr("piecework.runtime.engine.engine.load_weights", never)
+    with pytest.raises(ConfigError, match=message):
+        LLMEngine(checkpoint, **{"device": "cpu"} | arguments)
+
+
+def test_limits_that_are_left_open(checkpoint: Path) -> None:
+    for given, expected in (
+        ({}, (256, 8192)),
+        ({"max_num_batched_tokens": 10}, (10, 10)),
+        ({"max_num_seqs": 9000}, (9000, 9000)),
+        ({"enable_chunked_prefill": False, "max_model_len": 40, "max_num_batched_tokens": 40}, (40, 40)),
+    ):
+        with LLMEngine(checkpoint, device="cpu", num_blocks=16, **given) as engine:
+            assert (engine.max_num_seqs, engine.max_num_batched_tokens) == expected
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda d: (d / "tokenizer.json").unlink(), r"tokenizer\.json: the file is missing"),
+        (lambda d: (d / "config.json").unlink(), r"config\.json: the file is missing"),
+        (lambda d: change_config(d, architectures=["Nothing"]), "architectures: expected one of .*LlamaForCausalLM"),
+        (lambda d: change_config(d, rope_scaling={"rope_type": "longrope"}), "rope_scaling"),
+        (lambda d: change_config(d, vocab_size=500), r"tokenizer\.json: .* vocab_size 500, got ids up to 511; use the"),
+        (lambda d: change_config(d, num_hidden_layers=4), "9 missing: model.layers.3"),
+        (lambda d: change_config(d, num_hidden_layers=2), "9 not of this model: model.layers.2"),
+        (lambda d: change_config(d, intermediate_size=96), "9 of another shape"),
+        (lambda d: (d / "model.safetensors").write_bytes(b"junk"), r"model\.safetensors: not a whole safetensors file"),
+    ],
+)
+def test_a_bad_checkpoint_is_refused(own_checkpoint: Path, spoil: Callable[[Path], object], message: str) -> None:
+    spoil(own_checkpoint)
+    with pytest.raises(ModelError, match=message):
+        LLMEngine(own_checkpoint, device="cpu")
