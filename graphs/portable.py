@@ -127,6 +127,22 @@ class PortableProgram:
         """Of its distinct pieces, in order of first appearance."""
         return tuple(self._data["pieces"])
 
+    @property
+    def text(self) -> str:
+        """The canonical text of the whole: equal for programs that do the same to the same tensors of a model.
+
+        Names of nodes are not in it, nor how the trace was made.
+        """
+        data = self._data
+        lines = [f"inputs {self.signature}", f"valid for {data['intervals']}"]
+        lines += [f"{name} = {use['fingerprint']} over {use['dims']}" for name, use in data["uses"].items()]
+        lines += [f"%{i} is {_line(each)}" for i, each in enumerate(data["placeholders"])]
+        for i, (op, target, args, kwargs, _) in enumerate(data["root"]):
+            lines.append(f"%{i} = {op} {'' if op == 'placeholder' else _line(target)} {_line(args)} {_line(kwargs)}")
+        lines.append(f"output {_line(data['output'])}, rows {_line(data['rows'])}, writes {data['written_inputs']}")
+        lines += [f"{fingerprint}:\n{piece['text']}" for fingerprint, piece in data["pieces"].items()]
+        return "\n".join(lines)
+
     def piece(self, fingerprint: str) -> BuiltPiece:
         """One distinct piece, alone, ready for a compiler; its dims are named as where it first appears.
 
@@ -179,6 +195,10 @@ class PortableProgram:
             subgraphs.append(Subgraph(kind=kind, piece=piece, ops=tuple(map(_operator, ops))))
         matches = {_operator(op): count for op, count in self._data["matches"]}
         return SplitGraph(root=root, subgraphs=tuple(subgraphs), matches=matches)
+
+
+def _line(data: Data) -> str:
+    return json.dumps(data, sort_keys=True)
 
 
 def _operator(data: Data) -> OpOverload:

@@ -17,14 +17,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import operator
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from .memory import memory, memory_of, tensors_in
 from .mutation import is_mutation
 
 MIN_LAYERS = 4
@@ -178,7 +182,7 @@ def inline_regions(
 ) -> int | None:
     """Replaces every call of a region by the nodes of its subgraph; returns how many calls had been reused.
 
-    The nodes have no `example_value` of their own afterwards: see `propagate`. None: there was no region.
+    The nodes share fake tensors afterwards: see Note [Nodes of a region share fake tensors]. None: there was no region.
 
     Args:
         owners: the dotted names that each placeholder's tensor has in the model.
@@ -192,6 +196,11 @@ def inline_regions(
     first = {str(node.args[1]): node for node in reversed(calls)}
     if regions is not None:
         _check_layers(calls, first, regions, owners)
+    _check_sizes(graph_module, calls)
+    outer: dict[int, int] = {}
+    for node in graph_module.graph.nodes:
+        if node.op.startswith("call"):
+            node.meta["memories"] = outer
     pending = calls
     while pending:
         for call in pending:
@@ -248,28 +257,67 @@ def _fits(own: Node, other: Node, origin: str, layer: str, places: Mapping[Node,
     return own is other or not (places.get(own) or places.get(other))
 
 
-def _inline(graph_module: GraphModule, call: Node) -> None:
-    body_node = call.args[0]
-    body = getattr(graph_module, str(body_node.target)) if isinstance(body_node, Node) else None
+def _check_sizes(graph_module: GraphModule, calls: Sequence[Node]) -> None:
+    """Sizes that come from data differ from call to call, and the stamps have one symbol for all."""
+    for body in {str(call.args[1]): _body(graph_module, call) for call in calls}.values():
+        known: set[sympy.Symbol] = set()
+        for node in body.graph.nodes:
+            symbols = free_unbacked_symbols(node.meta.get("example_value"))
+            if node.op == "placeholder":
+                known |= symbols
+            elif not symbols <= known:
+                raise RegionError("a layer makes tensors whose size comes from data")
+
+
+def _body(graph_module: GraphModule, call: Node) -> GraphModule:
+    node = call.args[0]
+    body = getattr(graph_module, str(node.target)) if isinstance(node, Node) else None
     if not isinstance(body, GraphModule):
         raise RegionError("a region has no subgraph")
-    graph: Graph = graph_module.graph
-    values: dict[Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), call.args[2:], strict=True))
+    return body
+
+
+def _inline(graph_module: GraphModule, call: Node) -> None:
+    body, graph = _body(graph_module, call), graph_module.graph
+    placeholders = body.graph.find_nodes(op="placeholder")
+    values: dict[Node, Any] = dict(zip(placeholders, call.args[2:], strict=True))
+    memories = _memories(values)
     with graph.inserting_before(call):
         for node in body.graph.nodes:
             if node.op == "get_attr":
                 values[node] = graph.get_attr(_hoist(graph_module, body, str(node.target)))
                 values[node].meta = dict(node.meta)
             elif node.op not in ("placeholder", "output"):
+                for tensor in tensors_in(node.meta.get("example_value")):
+                    memories.setdefault(memory(tensor), next(_FRESH))
                 values[node] = graph.node_copy(node, values.__getitem__)
+                values[node].meta["memories"] = memories
     (results,) = body.graph.output_node().args
     for user in list(call.users):
         if not _is_getitem(user):
             raise RegionError(f"the result of a region is used by {user.target}")
         result: Any = results[user.args[1]]  # type: ignore[index]
-        user.replace_all_uses_with(values[result] if isinstance(result, Node) else result)
+        result = values[result] if isinstance(result, Node) else result
+        if isinstance(value := user.meta.get("example_value"), torch.Tensor):
+            # What comes after the region and is a view of its result.
+            user.meta["memories"][memory(value)] = memory_of(result)
+        user.replace_all_uses_with(result)
         graph.erase_node(user)
     graph.erase_node(call)
+
+
+_FRESH = itertools.count(-1, -1)
+"""Memories that no fake tensor has: those of a stamp."""
+
+
+def _memories(arguments: Mapping[Node, Any]) -> dict[int, int]:
+    """What the memory of a subgraph's placeholders stands for in a call."""
+    memories: dict[int, int] = {}
+    for placeholder, argument in arguments.items():
+        own, other = memory_of(placeholder), memory_of(argument)
+        if own is not None and other is not None and memories.setdefault(own, other) != other:
+            raise RegionError("arguments of a region that share memory do not in another call of it")
+    return memories
 
 
 def _is_getitem(node: Node) -> bool:

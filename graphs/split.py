@@ -20,7 +20,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..errors import TraceError
 from ..ops import registry
-from .memory import memory, tensors_in
+from .fakes import FakeFactory, TensorDescription, describe
+from .memory import memories_of, memory_of
 from .mutation import is_mutation, mutated_arguments
 
 Kind = Literal["piece", "opaque", "glue"]
@@ -96,7 +97,7 @@ def _use_what_was_written(graph: Graph) -> None:
             continue
         result, written = _value(node), _value(node.args[0])
         if isinstance(result, torch.Tensor) and isinstance(written, torch.Tensor):
-            same = memory(result) == memory(written) and result.storage_offset() == written.storage_offset()
+            same = memory_of(node) == memory_of(node.args[0]) and result.storage_offset() == written.storage_offset()
             if same and result.shape == written.shape and result.stride() == written.stride():
                 node.replace_all_uses_with(node.args[0])
 
@@ -196,8 +197,8 @@ def _is_view(node: Node) -> bool:
         return False
     if node.target is operator.getitem and isinstance(_value(node.all_input_nodes[0]), (tuple, list)):
         return _is_view(node.all_input_nodes[0])
-    sources = {memory(tensor) for argument in node.all_input_nodes for tensor in tensors_in(_value(argument))}
-    viewed = {memory(tensor) for tensor in tensors_in(_value(node))}
+    sources = {memory for argument in node.all_input_nodes for memory in memories_of(argument)}
+    viewed = set(memories_of(node))
     return bool(viewed) and viewed <= sources
 
 
@@ -207,16 +208,16 @@ def _views_to_repeat(nodes: Sequence[Node], inputs: Sequence[Node]) -> list[Node
     Of a tensor that the piece writes into, only the base comes in then: compilers can rarely tell what a write into
     one of two inputs that share memory does to the other.
     """
-    written = {memory(t) for node in nodes for a in mutated_arguments(node) for t in tensors_in(_value(a))}
-    aliases = [n for n in inputs if any(memory(t) in written for t in tensors_in(_value(n)))]
-    storages = Counter(memory(t) for node in aliases for t in tensors_in(_value(node)))
+    written = {memory for node in nodes for argument in mutated_arguments(node) for memory in memories_of(argument)}
+    aliases = [node for node in inputs if not written.isdisjoint(memories_of(node))]
+    num_users = Counter(memory for node in aliases for memory in memories_of(node))
     chains: dict[Node, None] = {}
     for node in aliases:
-        if all(storages[memory(t)] > 1 for t in tensors_in(_value(node))):
+        if all(num_users[memory] > 1 for memory in memories_of(node)):
             chain = []
             while _is_view(node):
                 chain.append(node)
-                node = next(a for a in node.all_input_nodes if any(memory(t) in written for t in tensors_in(_value(a))))
+                node = next(a for a in node.all_input_nodes if not written.isdisjoint(memories_of(a)))
             chains.update(dict.fromkeys(reversed(chain)))
     return list(chains)
 
@@ -234,6 +235,21 @@ def _check_crossing(node: Node) -> None:
             f"in use after a split op, and only tensors and sizes may cross one; enter and leave a context such as "
             f"torch.autocast between two split ops, or inside the operator's body"
         )
+
+
+def _own_fakes(inputs: Sequence[Node], placeholders: Mapping[Node, Node]) -> None:
+    """See Note [Nodes of a region share fake tensors]."""
+    shared = {memory_of(node) for node in inputs if "memories" in node.meta}
+    described: dict[Node, TensorDescription] = {}
+    for node in inputs:
+        memory = memory_of(node)
+        if memory is not None and memory in shared:
+            described[node] = dataclasses.replace(describe(_value(node)), memory=memory)
+    if not described:
+        return
+    factory = FakeFactory(_value(next(iter(described))).fake_mode, described.values())
+    for node, description in described.items():
+        placeholders[node].meta.update(example_value=factory.tensor(description), memory=description.memory)
 
 
 def _inputs_of(nodes: Sequence[Node]) -> list[Node]:
@@ -282,6 +298,7 @@ class _Stitcher:
         for node in inputs:
             copies[node] = graph.placeholder(node.name)
             copies[node].meta = dict(node.meta)
+        _own_fakes(inputs, copies)
         for node in [*repeated, *group.nodes]:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output(tuple(copies[node] for node in outputs))

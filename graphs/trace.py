@@ -34,7 +34,6 @@ from .dynamo import (
 )
 from .inputs import TOKENS, InputContract, Signature
 from .outputs import map_leaves
-from .propagate import fake_mode_of, propagate
 from .region import Regions, drop_unread, inline_regions, mark_regions, reuse_is_supported
 
 
@@ -227,7 +226,6 @@ def _read(
     bound = {node: _bind(node, value, index, symbols) for node, value in capture.placeholders()}
     reused = inline_regions(graph_module, regions, {node: _owners(binding) for node, binding in bound.items()})
     if reused is not None:
-        propagate(graph_module, fake_mode_of(graph_module, capture.shape_env))
         drop_unread(graph_module.graph)
     _sort_placeholders(graph_module.graph)
     bindings = Bindings(tuple(bound[node] for node in graph_module.graph.find_nodes(op="placeholder")))

@@ -257,6 +257,18 @@ class Collecting(Stack):
         return torch.stack(outputs, 1)
 
 
+class Views(Layer):
+    """Halves of one tensor cross split ops, are written, and leave the layer as a view."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        left, right = y.chunk(2, -1)
+        accumulate(torch.cat((left, left), -1), self.cache)
+        right.mul_(2)
+        left.add_(right.contiguous())
+        return applied(y + x).view(-1, WIDTH)[:, :]
+
+
 class Cast(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -292,6 +304,7 @@ class Branching(Layer):
         pytest.param(ResidualStack(*(Residual() for _ in range(5))), id="keyword, two outputs"),
         pytest.param(AliasedStack(*(Residual() for _ in range(6))), id="one tensor twice"),
         pytest.param(Collecting(*(Layer() for _ in range(5))), id="outputs collected"),
+        pytest.param(stack(layer=Views), id="views"),
         pytest.param(stack(layer=Cast), id="autocast"),
         pytest.param(OptionalStack(*(Optional() for _ in range(5))), id="not only tensors out"),
         pytest.param(stack(layer=Branching), id="backed"),
@@ -377,3 +390,18 @@ def test_a_call_with_one_tensor_twice_is_no_region(flat: Any) -> None:
     traced = trace_model(model, INPUTS)
     assert traced.regions_reused == 4
     assert texts(traced) == texts(flat(model, INPUTS))
+
+
+@needs_reuse
+def test_layers_that_make_sizes_from_data_are_traced_flat() -> None:
+    """The stamps would have one symbol for the sizes of all layers."""
+
+    class Selecting(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + torch.nonzero(x > 0).sum()
+
+    model = stack(layer=Selecting)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        traced = trace_model(model, INPUTS)
+        assert "size comes from data" in str(traced.regions_failure)
+        assert_equals_model(model, INPUTS)
