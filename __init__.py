@@ -33,6 +33,7 @@ _EXPORTS = {
     "split_ops": ".ops.registry",
     "transformers_attention": ".ops.transformers_attention",
     # what an engine holds
+    "PortableProgram": ".graphs.portable",
     "Runtime": ".runtime.runtime",
     "compilable": ".runtime.compilable",
     # what can go wrong
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from .errors import RegistrationError as RegistrationError
     from .errors import RuntimeClosedError as RuntimeClosedError
     from .errors import TraceError as TraceError
+    from .graphs.portable import PortableProgram as PortableProgram
     from .ops.context import context_field as context_field
     from .ops.context import get_context as get_context
     from .ops.context import use_context as use_context

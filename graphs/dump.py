@@ -1,9 +1,7 @@
 """The split graph as Python files that a person can read and run.
 
-`program.py` has the stitched forward, one `piece_<fingerprint>.py` each distinct piece. In Python:
-
-    import program
-    outputs = program.forward(inputs, tensors, sizes)   # tensors: by their dotted names in the model
+`program.py` has the stitched forward and says how it is called, one `piece_<fingerprint>.py` each distinct piece, and
+`program.safetensors` is the portable program, if it has one.
 """
 
 from __future__ import annotations
@@ -16,15 +14,26 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from ..errors import PortableError
+from ..ops import registry
 from .bindings import FrozenTensor, InputBinding, ModelTensor, SizeBinding
+from .portable import PortableProgram
 from .stitched import PiecewiseGraph
 
 _HEADER = "import torch\nfrom math import inf, nan\nfrom torch import device\n"
 
 
-def dump_program(graph: PiecewiseGraph, directory: Path) -> Path:
-    """Writes the files into `directory`, made if missing; returns the path of `program.py`."""
+def dump_program(
+    graph: PiecewiseGraph, directory: Path, *, portable: PortableProgram | PortableError | None = None
+) -> Path:
+    """Writes the files into `directory`, made if missing; returns the path of `program.py`.
+
+    Files of an earlier dump there are removed. `portable` is the same program in portable form, or why it has none.
+    """
     directory.mkdir(parents=True, exist_ok=True)
+    for pattern in ("piece_*.py", "frozen_*.pt", "constant_*.pt", PORTABLE_FILE):
+        for stale in directory.glob(pattern):
+            stale.unlink()
     modules = {}
     for fingerprint, pieces in graph.distinct_pieces().items():
         module = f"piece_{fingerprint[:12]}"
@@ -36,11 +45,21 @@ def dump_program(graph: PiecewiseGraph, directory: Path) -> Path:
         (directory / f"{module}.py").write_text(f'"""{used_by}"""\n\n{_HEADER}{_load(constants)}\n{text}\n\n{source}')
         modules.update({piece.name: module for piece in pieces})
     path = directory / "program.py"
-    path.write_text(_program(graph, modules, directory))
+    path.write_text(_program(graph, modules, directory, portable))
+    if isinstance(portable, PortableProgram):
+        (directory / PORTABLE_FILE).write_bytes(portable.to_bytes())
     return path
 
 
-def _program(graph: PiecewiseGraph, modules: Mapping[str, str], directory: Path) -> str:
+PORTABLE_FILE = "program.safetensors"
+
+
+def _program(
+    graph: PiecewiseGraph,
+    modules: Mapping[str, str],
+    directory: Path,
+    portable: PortableProgram | PortableError | None,
+) -> str:
     frozen = {}
     arguments = []
     for i, binding in enumerate(graph.traced.bindings.placeholders):
@@ -55,18 +74,52 @@ def _program(graph: PiecewiseGraph, modules: Mapping[str, str], directory: Path)
             arguments.append(f"frozen_{i}")
     for name, tensor in frozen.items():
         torch.save(tensor, directory / f"{name}.pt")
-    imports = "\n".join(f"import {module}" for module in dict.fromkeys(modules.values()))
-    split_at = sorted({op._schema.name for op in graph.split.matches})
+    imports = "\n".join([*_split_op_imports(graph), *(f"import {m}" for m in dict.fromkeys(modules.values()))])
     listed = ",\n        ".join(arguments)
     return (
-        f'"""A traced model, split at {", ".join(split_at) or "nothing"}.\n\n'
-        f"mode: {graph.traced.mode}; valid for {graph.traced.interval} tokens; {len(graph.split.pieces)} pieces, "
-        f'{graph.num_distinct} distinct.\n"""\n\n{_HEADER}\n{imports}\n{_load(frozen)}\n\n'
+        f'"""{_explanation(graph, portable)}"""\n\n{_HEADER}\n{imports}\n{_load(frozen)}\n\n'
         f"{_function(graph.split.root, {}, modules, name='stitched')}\n\n"
         f"def forward(inputs, tensors, sizes):\n"
         f'    """inputs: tensors by name; tensors: the model\'s, by dotted name; sizes: dynamic dims by name."""\n'
         f"    return stitched(\n        {listed},\n    )\n"
     )
+
+
+def _explanation(graph: PiecewiseGraph, portable: PortableProgram | PortableError | None) -> str:
+    """The docstring of `program.py`: what it is, and how it is called."""
+    split_at = sorted({op._schema.name for op in graph.split.matches})
+    facts = graph.traced
+    inputs = ", ".join(f"{b.name!r}: ..." for b in facts.bindings.placeholders if isinstance(b, InputBinding))
+    sizes = ", ".join(f"{name!r}: 4" for name in facts.intervals) or "'tokens': 4"
+    lines = [
+        f"A traced model, split at {', '.join(split_at) or 'nothing'}.",
+        "",
+        f"mode: {facts.mode}; valid for {facts.interval} tokens; {len(graph.split.pieces)} pieces, "
+        f"{graph.num_distinct} distinct.",
+        "",
+        "From this folder:",
+        "",
+        "    import program",
+        "    tensors = {**dict(model.named_parameters(remove_duplicate=False)),",
+        "               **dict(model.named_buffers(remove_duplicate=False))}",
+        "    with torch.inference_mode():",
+        f"        outputs = program.forward({{{inputs}}}, tensors, {{{sizes}}})",
+        "",
+    ]
+    if isinstance(portable, PortableError):
+        lines += [f"It has no portable form. {portable}", ""]
+    elif portable is not None:
+        lines += [f"{PORTABLE_FILE} is its portable form, for piecework.PortableProgram.from_bytes(content).", ""]
+    return "\n".join(lines).replace("\\", "\\\\").replace('"', "'")
+
+
+def _split_op_imports(graph: PiecewiseGraph) -> list[str]:
+    """The modules that define the split ops of the graph: nobody else imports them in another process."""
+    modules = {registry.defining_module(op) for op in graph.split.matches}
+    lines = [f"import {module}  # defines split ops" for module in sorted(modules - {"__main__", ""})]
+    if "__main__" in modules:
+        lines.append("# Its split ops are those of a script, which has to define them before this file is imported.")
+    return lines
 
 
 def _function(

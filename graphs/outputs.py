@@ -70,6 +70,10 @@ class OutputContract:
         self._default = output_dims if isinstance(output_dims, int) or output_dims is None else 0
         self._by_path = {str(k): v for k, v in output_dims.items()} if isinstance(output_dims, Mapping) else {}
 
+    def leaves_alone(self, path: str) -> bool:
+        """Whether an output was declared to have no padded rows."""
+        return self._by_path.get(path, self._default) is None
+
     def cut(self, outputs: Any, *, padded: int, num_tokens: int, rows: Mapping[str, Rows] | None = None) -> Any:
         """The outputs without their padded rows: views, of the same structure.
 

@@ -8,7 +8,7 @@ that are constants of the graph, in one safetensors file.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,8 +45,12 @@ class PortableProgram:
         self._tensors = tensors
 
     @classmethod
-    def from_graph(cls, graph: PiecewiseGraph, signature: Signature) -> PortableProgram:
+    def from_graph(
+        cls, graph: PiecewiseGraph, signature: Signature, *, kernels: Sequence[tuple[str, str]] = ()
+    ) -> PortableProgram:
         """The portable form of a graph that was traced for inputs of this signature.
+
+        `kernels` are the (fused op, kernel) that it was traced with, where that is not the native body.
 
         Raises:
             PortableError: something in it cannot leave the process; the message says what and where.
@@ -60,6 +64,7 @@ class PortableProgram:
             "format": FORMAT,
             "torch": torch.__version__,
             "signature": _encode_signature(signature),
+            "kernels": [list(choice) for choice in kernels],
             "mode": facts.mode,
             "unbacked_failure": facts.unbacked_failure,
             "intervals": {name: [interval.low, interval.high] for name, interval in facts.intervals.items()},
@@ -68,6 +73,7 @@ class PortableProgram:
             "placeholders": encode_placeholders(facts.bindings, encoder),
             "output": encode_structure(facts.output, lambda binding: encode_binding(binding, encoder)),
             "rows": {path: sorted(map(list, rows.items())) for path, rows in graph.rows.items()},
+            "reduced": dict(graph.reduced),
             "written_inputs": list(graph.written_inputs),
             "root": encoder.graph(graph.split.root, None, {}),
             "subgraphs": [[s.kind, [encode_function(op) for op in s.ops]] for s in graph.split.subgraphs],
@@ -116,6 +122,11 @@ class PortableProgram:
     def signature(self) -> Signature:
         """The inputs that it was traced for."""
         return _decode_signature(self._data["signature"])
+
+    @property
+    def kernels(self) -> tuple[tuple[str, str], ...]:
+        """(fused op, kernel) that it was traced with, where that is not the native body."""
+        return tuple((op, kernel) for op, kernel in self._data["kernels"])
 
     @property
     def torch_version(self) -> str:
@@ -179,6 +190,7 @@ class PortableProgram:
             fingerprints={name: use["fingerprint"] for name, use in uses.items()},
             dim_names={name: use["dims"] for name, use in uses.items()},
             rows={path: dict(map(tuple, rows)) for path, rows in data["rows"].items()},
+            reduced=data["reduced"],
             written_inputs=tuple(data["written_inputs"]),
         )
 

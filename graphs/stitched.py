@@ -22,7 +22,7 @@ from .piece import BuiltPiece, CompiledPieces
 from .program import Program, ProgramKind
 from .propagate import fake_mode_of
 from .recorder import Recorder
-from .rows import output_rows
+from .rows import output_rows, reduced_outputs
 from .split import Piece, SplitGraph, split
 from .trace import Traced, TraceFacts
 
@@ -42,6 +42,7 @@ class PiecewiseGraph:
         fingerprints: Mapping[str, str],
         dim_names: Mapping[str, Mapping[str, str]],
         rows: Mapping[str, Rows],
+        reduced: Mapping[str, str] | None = None,
         written_inputs: tuple[str, ...],
     ) -> None:
         self.traced = facts
@@ -53,6 +54,8 @@ class PiecewiseGraph:
         self.dim_names = dim_names
         """Name of a piece -> its canonical symbols that are dims, and their names: `{"s0": "tokens"}`."""
         self.rows = rows
+        self.reduced = reduced or {}
+        """Outputs that are computed from the tokens and have no rows: path -> what they are, in words."""
         self.written_inputs = written_inputs
         self._build = build
         self._built: dict[str, BuiltPiece] = {}
@@ -64,6 +67,8 @@ class PiecewiseGraph:
         Raises:
             TraceError: it cannot be cut, or padded rows could not be cut off an output.
         """
+        rows = output_rows(traced, contract)
+        reduced = reduced_outputs(traced, contract, rows)
         split_graph = split(traced.graph_module)
         fake_mode = fake_mode_of(traced.graph_module, traced.shape_env)
         built = {
@@ -85,7 +90,8 @@ class PiecewiseGraph:
             texts={name: piece.canonical.text for name, piece in built.items()},
             fingerprints={name: piece.fingerprint for name, piece in built.items()},
             dim_names={name: piece.dim_names for name, piece in built.items()},
-            rows=output_rows(traced, contract),
+            rows=rows,
+            reduced=reduced,
             written_inputs=_written_inputs(traced),
         )
 

@@ -159,6 +159,12 @@ def split_ops() -> tuple[SplitOp, ...]:
         )
 
 
+def defining_module(op: OpOverload) -> str:
+    """Name of the module in which `split_op` defined the operator; empty for one that was defined elsewhere."""
+    body = _REGISTRY.bodies.get(op._schema.name)
+    return body.__module__ if body is not None else ""
+
+
 def load_entry_points() -> None:
     """Imports every module that an installed package lists under `piecework.ops`.
 

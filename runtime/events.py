@@ -18,6 +18,7 @@ logger = logging.getLogger("piecework")
 
 COUNTERS = (
     "traces",
+    "programs_bound",
     "regions_reused",
     "pieces",
     "distinct_pieces",
@@ -38,6 +39,7 @@ COUNTERS = (
 
 _COUNTED = {
     "trace": "traces",
+    "bind": "programs_bound",
     "compile_general": "compiles_general",
     "compile_specialized": "compiles_specialized",
     "entry": "entries",

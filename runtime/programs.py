@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch._dynamo.exc import RecompileError as DynamoRecompileError
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from ..errors import CompileError, RecompileError, TraceError
+from ..errors import CompileError, InputError, RecompileError, TraceError
 from ..graphs.debug import MutationWitness
 from ..graphs.dynamo import COMPILE_LOCK
 from ..graphs.inputs import TOKENS, BoundInputs, Constant, InputContract, Signature
-from ..graphs.outputs import Rows
+from ..graphs.outputs import OutputContract, Rows
 from ..graphs.piece import CompiledPieces
 from ..graphs.program import Program, ProgramKind
+from ..graphs.rows import check_token_rows
 from ..graphs.stitched import PiecewiseGraph
 from ..graphs.trace import trace
 from ..ops import registry
@@ -101,10 +102,12 @@ class ProgramFamily:
         model: torch.nn.Module,
         signature: Signature,
         contract: InputContract,
+        outputs: OutputContract,
         compiler: Compiler,
         fused: FusedChoice,
         compiled: CompiledPieces,
         witness: MutationWitness | None,
+        ready: Sequence[PiecewiseGraph] = (),
     ) -> None:
         self.signature = signature
         self.compiler = compiler
@@ -114,11 +117,14 @@ class ProgramFamily:
         self.unmatched: tuple[str, ...] = ()
         self._model = model
         self._contract = contract
+        self._outputs = outputs
         self._compiled = compiled
         self._witness = witness
+        self._ready = [*ready]
+        """Graphs that need no trace, of which no program has been made yet."""
         self._specialized: dict[tuple[int, Program], Program] = {}
         self._hopeless: set[Sizes] = set()
-        self._failures: dict[Sizes, TraceError | CompileError] = {}
+        self._failures: dict[Sizes, TraceError | CompileError | InputError] = {}
 
     def choose(self, size: int, sizes: Mapping[str, int], recorder: Recorder) -> Choice:
         """The general program valid at `size` tokens, traced and compiled now if there is none.
@@ -129,8 +135,13 @@ class ProgramFamily:
         Raises:
             TraceError: the model cannot be traced at this size.
             CompileError: a compiler failed.
+            InputError: an output is computed from the tokens and has no rows; see `check_token_rows`.
         """
         sizes = {**sizes, TOKENS: size}
+        found = self._find(size, sizes)
+        if found is not None:
+            return found
+        self._take_ready(sizes, recorder)
         found = self._find(size, sizes)
         if found is not None:
             return found
@@ -141,7 +152,7 @@ class ProgramFamily:
         another = bool(self.general)
         try:
             self.general.append(self._trace(sizes, recorder))
-        except (TraceError, CompileError) as error:
+        except (TraceError, CompileError, InputError) as error:
             self._failures[key] = error
             raise
         if another:
@@ -182,6 +193,17 @@ class ProgramFamily:
             self._specialized[key] = self._prepare(program)
         return self._specialized[key]
 
+    def _take_ready(self, sizes: Mapping[str, int], recorder: Recorder) -> None:
+        """Compiles the graphs that came from another process and hold at these sizes. Raises: CompileError."""
+        for graph in [*self._ready]:
+            if all(sizes[name] in interval for name, interval in graph.traced.intervals.items()):
+                check_token_rows(graph.reduced, self._outputs)
+                started = time.perf_counter()
+                self._count(graph, recorder)
+                self.general.append(self._prepare(graph.compile_general(self.compiler, self._compiled, recorder)))
+                self._ready.remove(graph)
+                recorder.record("bind", seconds=time.perf_counter() - started, interval=str(graph.traced.interval))
+
     def _trace(self, sizes: Mapping[str, int], recorder: Recorder, *, backed: bool = False) -> Program:
         graph = self._trace_graph(sizes, recorder, backed)
         try:
@@ -203,6 +225,7 @@ class ProgramFamily:
                 self._model, self.signature, self._contract, sizes=sizes, evaluate_guards=guarded, backed=backed
             )
             graph = PiecewiseGraph.from_trace(traced, self._contract, ambient=self.signature.ambient)
+            check_token_rows(graph.reduced, self._outputs)
         recorder.record(
             "trace",
             seconds=time.perf_counter() - started,
@@ -216,11 +239,14 @@ class ProgramFamily:
             recorder.fallback("repeated layers were traced one by one", because=traced.regions_failure)
         if traced.unbacked_failure is not None:
             recorder.fallback("the model decides on a size: traced backed", because=traced.unbacked_failure)
+        self._count(graph, recorder)
+        return graph
+
+    def _count(self, graph: PiecewiseGraph, recorder: Recorder) -> None:
         self.unmatched = registry.record_matches(graph.split.matches)
         recorder.counters.add("pieces", len(graph.split.pieces), recorder.scope)
         recorder.counters.add("distinct_pieces", graph.num_distinct, recorder.scope)
         recorder.counters.add("opaque_regions", graph.split.num_opaque, recorder.scope)
-        return graph
 
     def _prepare(self, program: Program) -> Program:
         if self._witness is not None:

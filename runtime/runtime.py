@@ -7,19 +7,22 @@ import dataclasses
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from ..errors import CompileError, ConfigError, InputError, RuntimeClosedError
+from ..errors import CompileError, ConfigError, InputError, PortableError, RuntimeClosedError
 from ..graphs.debug import MutationWitness
 from ..graphs.dump import dump_program
 from ..graphs.inputs import TOKENS, BoundInputs, InputContract, Signature, ambient_state, pad_tensor
 from ..graphs.outputs import OutputContract, OutputDims
 from ..graphs.piece import CompiledPieces
+from ..graphs.portable import PortableProgram
+from ..graphs.program import Program
+from ..graphs.stitched import PiecewiseGraph
 from ..ops.context import padded_fields, use_context
 from ..ops.fused_choice import Choice as FusedChoice
 from ..ops.fused_choice import choose
@@ -52,6 +55,7 @@ class Runtime:
         pad: Mapping[str, int | float] | None = None,
         output_dims: OutputDims = 0,
         example_inputs: Mapping[str, Any] | None = None,
+        programs: Sequence[PortableProgram] = (),
     ) -> None:
         """Takes the model as it is; with `startup="eager"` traces and compiles here.
 
@@ -61,12 +65,14 @@ class Runtime:
             dynamic_dims: input -> {dim: name}; an int `n` means `{n: "tokens"}`. Dims of one name are one size.
             pad: input -> the value of its padded rows; 0 for the others.
             output_dims: the dim of the outputs that carries the tokens: one for all, or by path (`"hidden"`, `"1"`,
-                `"layers.0"`); None leaves an output as it is.
+                `"layers.0"`); None leaves an output as it is, and says that padded rows do not change it.
             example_inputs: inputs like those of a step, of any size and value, for tracing before the first step.
+            programs: what another process exported: bound here, they take the place of a trace for their inputs.
 
         Raises:
             ConfigError: the config asks for something that does not exist or is not available.
             InputError: `dynamic_dims`, `pad` or `example_inputs` do not fit together, or not the model's forward.
+            PortableError: one of `programs` does not fit the model.
             TraceError, CompileError: under `startup="eager"`, as from `run`.
         """
         config = config if config is not None else GraphConfig()
@@ -98,6 +104,7 @@ class Runtime:
         self._witness = MutationWitness() if self.config.evaluate_guards else None
         self._closed = False
         self._examples = self._contract.bind(example_inputs) if example_inputs is not None else None
+        self._programs = self._bind(programs)
         POLICIES[self.config.startup].on_construct(self)
 
     def run(self, phase: Phase | str, inputs: Mapping[str, Any], context: object = None) -> Any:
@@ -112,8 +119,8 @@ class Runtime:
             The structure that the model returns, made under `torch.inference_mode`.
 
         Raises:
-            InputError: the inputs do not fit `dynamic_dims` or the model's forward, or the context's fields do not fit
-                the inputs.
+            InputError: the inputs do not fit `dynamic_dims` or the model's forward, the context's fields do not fit
+                the inputs, or an output has no token rows and `output_dims` does not say None for it.
             TraceError: the model cannot become one graph.
             CompileError: a compiler failed on a piece of the general program.
             RecompileError: under `evaluate_guards`, the trace no longer holds.
@@ -159,8 +166,8 @@ class Runtime:
 
     @property
     def has_example_inputs(self) -> bool:
-        """Whether the constructor was given inputs to trace with."""
-        return self._examples is not None
+        """Whether the constructor was given inputs to trace with, or programs that know them."""
+        return self._examples is not None or bool(self._programs)
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -185,7 +192,7 @@ class Runtime:
         )
 
     def dump(self, directory: str | os.PathLike[str]) -> Path:
-        """Writes the traced program as Python that can be read and run, one file a distinct piece.
+        """Writes the traced program as Python that can be read and run, one file a distinct piece, and portable.
 
         Returns:
             The main file. With several traces, one directory each.
@@ -193,13 +200,34 @@ class Runtime:
         Raises:
             InputError: nothing was traced yet.
         """
-        programs = [program for family in self._families.values() for program in family.general]
+        programs = [(family, program) for family in self._families.values() for program in family.general]
         if not programs:
             raise InputError("dump: nothing was traced yet; call run() or warm_up() first")
         root = Path(directory)
         targets = [root] if len(programs) == 1 else [root / f"trace_{i}" for i in range(len(programs))]
-        written = [dump_program(program.graph, target) for program, target in zip(programs, targets, strict=True)]
+        written = []
+        for (family, program), target in zip(programs, targets, strict=True):
+            portable: PortableProgram | PortableError
+            try:
+                portable = _portable(family, program)
+            except PortableError as error:
+                portable = error
+                self._recorder.fallback("a program has no portable form", because=str(error))
+            written.append(dump_program(program.graph, target, portable=portable))
         return written[0]
+
+    def export(self) -> tuple[PortableProgram, ...]:
+        """The traced programs in a form that leaves the process; another one passes them as `programs`.
+
+        Raises:
+            InputError: nothing was traced yet.
+            PortableError: a program holds something that cannot leave the process.
+        """
+        with self._build_lock:
+            families = [family for family in self._families.values() if family.general]
+        if not families:
+            raise InputError("export: nothing was traced yet; call run() or warm_up() first")
+        return tuple(_portable(family, program) for family in families for program in family.general)
 
     def close(self) -> None:
         """Drops every program. A later `run` raises; closing twice is fine."""
@@ -217,11 +245,19 @@ class Runtime:
     ) -> None:
         self.close()
 
+    def _bind(self, programs: Sequence[PortableProgram]) -> list[tuple[PortableProgram, PiecewiseGraph]]:
+        if programs and self.config.evaluate_guards:
+            raise ConfigError(
+                "programs: expected none under evaluate_guards, since they carry no guards; drop one of the two"
+            )
+        return [(program, program.bind(self.model)) for program in programs]
+
     def _known_inputs(self) -> list[BoundInputs]:
         """Inputs to warm up with: those of earlier steps, else the examples."""
         signatures = [family.signature for family in self._families.values()]
         if self._examples is not None:
             signatures.insert(0, self._examples.signature)
+        signatures += [program.signature for program, _ in self._programs]
         signatures = list(dict.fromkeys(map(_under_ambient_state, signatures)))
         if not signatures:
             raise InputError(
@@ -314,11 +350,27 @@ class Runtime:
             recorder.fallback(
                 "the set of inputs differs: traced another program", inputs=str(signature), first=str(others[0])
             )
+        fused = self._fused[compiler]
+        ready = [g for p, g in self._programs if p.signature == signature and p.kernels == fused.kernels]
+        if self._programs and not ready:
+            recorder.fallback("none of the given programs is for these inputs and kernels", inputs=str(signature))
         family = ProgramFamily(
-            self.model, signature, self._contract, compiler, self._fused[compiler], self._compiled, self._witness
+            self.model,
+            signature,
+            self._contract,
+            self._outputs,
+            compiler,
+            fused,
+            self._compiled,
+            self._witness,
+            ready,
         )
         self._families[signature, compiler] = family
         return family
+
+
+def _portable(family: ProgramFamily, program: Program) -> PortableProgram:
+    return PortableProgram.from_graph(program.graph, family.signature, kernels=family.fused.kernels)
 
 
 def _phase(phase: Phase | str) -> Phase:

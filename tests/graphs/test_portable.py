@@ -74,6 +74,7 @@ def test_a_round_trip_changes_nothing(name: str) -> None:
     assert bound.traced.mode == graph.traced.mode
     assert bound.traced.frozen == graph.traced.frozen
     assert bound.rows == graph.rows
+    assert bound.reduced == graph.reduced
     assert bound.split.matches == graph.split.matches
     assert bound.split.num_opaque == graph.split.num_opaque
     assert PortableProgram.from_graph(bound, signature).to_bytes() == content
