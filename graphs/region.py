@@ -129,7 +129,8 @@ def _marked_class(layer_class: type) -> type:
         forward.__code__.replace(), forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
     )
     own.__kwdefaults__ = forward.__kwdefaults__
-    marked: Callable[..., Any] = torch.compiler.nested_compile_region(own, max_reuse_entries=MAX_VARIANTS)
+    options = {"max_reuse_entries": MAX_VARIANTS} if reuse_is_supported() else {}
+    marked: Callable[..., Any] = torch.compiler.nested_compile_region(own, **options)
 
     def forward_once(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Two arguments that are one tensor are one in the region, and two other ones are then one of them in a stamp.

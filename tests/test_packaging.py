@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import piecework
+from piecework.runtime.engine import default_model
 
 ROOT = Path(__file__).resolve().parent.parent
 BESIDE = {"tests", "benchmarks"}
@@ -75,6 +76,15 @@ def test_wheel_is_the_package_and_nothing_else(wheel, checkout):
     left_out, too_much = sorted(expected - names), sorted(names - expected)
     assert not left_out, f"add the package or the data to [tool.setuptools] in pyproject.toml: {left_out}"
     assert not too_much
+
+
+def test_wheel_brings_the_default_model(wheel):
+    folder = "piecework/runtime/engine/data/default/"
+    with zipfile.ZipFile(wheel) as archive:
+        sizes = {info.filename.removeprefix(folder): info.file_size for info in archive.infolist()}
+    assert sizes["model.safetensors"] > 3e6
+    for name in (*default_model.FILES, "NOTICE.md"):
+        assert sizes[name] == (default_model.path() / name).stat().st_size
 
 
 def test_every_folder_with_modules_is_a_package():

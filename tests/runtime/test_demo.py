@@ -23,14 +23,16 @@ def test_the_demo_prints_text_and_the_comparison(tmp_path: Path, monkeypatch: py
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
-    done = run("--compiler", "aot_eager", "--json", str(tmp_path / "out.json"))
+    # transformers makes toys and is not needed here.
+    hidden = "import sys; sys.modules['transformers'] = None"
+    done = run("--compiler", "aot_eager", "--json", str(tmp_path / "out.json"), before=hidden)
     assert done.returncode == 0, done.stderr
     for word in ("Traceback", "Warning", "warning"):
         assert word not in done.stdout + done.stderr
     texts = [line.partition("text:   ")[2] for line in done.stdout.splitlines() if line.startswith("text:")]
     assert len(texts) == len(demo.PROMPTS)
     assert all(texts)
-    assert "4 pieces (3 distinct), 3 opaque regions" in done.stderr
+    assert "7 pieces (3 distinct), 6 opaque regions" in done.stderr
     eager, lazy = json.loads((tmp_path / "out.json").read_text())
     # Three pieces for any size and three for each of four buckets.
     assert (eager["compiles_before_ready"], eager["in_step_compiles"]) == (15, 0)
@@ -39,11 +41,11 @@ def test_the_demo_prints_text_and_the_comparison(tmp_path: Path, monkeypatch: py
     assert list(temporary.iterdir()) == []
 
 
-def test_without_transformers_it_says_what_to_install() -> None:
-    done = run("--compiler", "aot_eager", before="import sys; sys.modules['transformers'] = None")
+def test_without_tokenizers_it_says_what_to_install() -> None:
+    done = run("--compiler", "aot_eager", before="import sys; sys.modules['tokenizers'] = None")
     assert done.returncode == 2
     assert done.stderr == (
-        "piecework: error: toy checkpoint: it is made with transformers and tokenizers, which are not installed; "
+        "piecework: error: tokenizer: reading tokenizer.json needs the tokenizers library, which is not installed; "
         "run: pip install 'piecework[hf]'\n"
     )
 
