@@ -29,7 +29,7 @@ _EXPORTS = {
     "context_field": ".ops.context",
     "get_context": ".ops.context",
     "use_context": ".ops.context",
-    "split_op": ".ops.registry",
+    "split_op": ".ops.split_op",
     "split_ops": ".ops.registry",
     "transformers_attention": ".ops.transformers_attention",
     # what an engine holds
@@ -83,8 +83,8 @@ if TYPE_CHECKING:
     from .ops.fused import fused_op as fused_op
     from .ops.fused import fused_ops as fused_ops
     from .ops.packed_attention import PackedContext as PackedContext
-    from .ops.registry import split_op as split_op
     from .ops.registry import split_ops as split_ops
+    from .ops.split_op import split_op as split_op
     from .ops.transformers_attention import transformers_attention as transformers_attention
     from .phases import Backend as Backend
     from .phases import BucketLadder as BucketLadder

@@ -190,15 +190,26 @@ def dynamo_settings(**extra: Any) -> Iterator[None]:
             automatic_dynamic_shapes=False, suppress_errors=False, assume_static_by_default=True, **extra
         ),
         torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
-        _quiet("torch._guards"),
+        contextlib.ExitStack() as quiet,
     ):
+        for name in _NOISY:
+            quiet.enter_context(_quiet(name))
         yield
+
+
+_NOISY = ("torch._guards", "torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 
 
 @contextlib.contextmanager
 def _quiet(name: str) -> Iterator[None]:
-    """A failed attempt is no error yet, and the final one is raised with the same text: torch need not log it."""
+    """A failed attempt is no error yet, and the final one is raised with the same text: torch need not log it.
+
+    Unless somebody asked to see more of this logger, as by TORCH_LOGS.
+    """
     torch_logger = logging.getLogger(name)
+    if torch_logger.isEnabledFor(logging.INFO):
+        yield
+        return
     level = torch_logger.level
     torch_logger.setLevel(logging.CRITICAL)
     try:

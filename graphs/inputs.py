@@ -66,6 +66,7 @@ class InputContract:
         pad: Mapping[str, int | float] | None = None,
     ) -> None:
         self.dynamic_dims = {name: _named_dims(name, dims) for name, dims in dynamic_dims.items()}
+        self.dim_names = frozenset(name for dims in self.dynamic_dims.values() for name in dims.values())
         self.pad = dict(pad or {})
         if not any(TOKENS in dims.values() for dims in self.dynamic_dims.values()):
             raise InputError(

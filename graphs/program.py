@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 ProgramKind = Literal["eager", "general", "specialized"]
 
+TensorsByName = Mapping[str, torch.Tensor]
+SizesByName = Mapping[str, int]
+
 
 class Program:
     """A callable for the whole forward, made of compiled pieces with the split ops between them."""
@@ -54,12 +57,15 @@ class Program:
         """Whether the program is valid at these sizes, by name."""
         return all(sizes[name] in interval for name, interval in self.intervals.items())
 
-    def __call__(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        sizes: Mapping[str, int],
-        asked: Mapping[str, int] | None = None,
-    ) -> Any:
+    def holds_padded_from(self, num_tokens: int) -> bool:
+        """Whether a step of `num_tokens` may be padded: the model decides on its size as on the padded one.
+
+        A backed trace never shows what was decided on 0 and 1; those are padded up to 2 all the same.
+        """
+        interval = self.graph.traced.interval
+        return num_tokens in interval or (self.graph.traced.mode == "backed" and num_tokens < interval.low == 2)
+
+    def __call__(self, tensors: TensorsByName, sizes: SizesByName, asked: SizesByName | None = None) -> Any:
         """Runs the forward at sizes where it `holds_at`, under the caller's grad mode and step context.
 
         Args:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -21,7 +22,8 @@ def propagate(graph_module: GraphModule, fake_mode: FakeTensorMode) -> None:
     arguments = [node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder")]
     shape_env = fake_mode.shape_env
     ignored = shape_env.ignore_fresh_unbacked_symbols() if shape_env is not None else contextlib.nullcontext()
-    with torch.inference_mode(), _autocast_restored(), fake_mode, ignored:
+    # As Dynamo runs operators: without it some, such as constant_pad_nd, ask an unbacked size for its value.
+    with torch.inference_mode(), _autocast_restored(), fake_mode, enable_python_dispatcher(), ignored:
         _Propagator(graph_module, fake_mode).run(*arguments)
 
 

@@ -57,6 +57,12 @@ class PiecewiseGraph:
         self.reduced = reduced or {}
         """Outputs that are computed from the tokens and have no rows: path -> what they are, in words."""
         self.written_inputs = written_inputs
+        self.trace_s = 0.0
+        """Seconds that its trace took; 0 for a graph that another process traced."""
+        self.num_compiles = 0
+        """Pieces that were compiled for its programs; what another graph had compiled is not counted."""
+        self.compile_s = 0.0
+        """Seconds that these compiles took."""
         self._build = build
         self._built: dict[str, BuiltPiece] = {}
 
@@ -152,6 +158,8 @@ class PiecewiseGraph:
                     key, dims = (built.fingerprint, compiler), built.dim_names
                 if key not in compiled:
                     compiled[key] = (built or self.built(piece)).compile(compiler)
+                    self.num_compiles += 1
+                    self.compile_s += compiled[key].seconds
                     recorder.record(
                         f"compile_{kind}",
                         seconds=compiled[key].seconds,

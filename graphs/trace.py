@@ -8,15 +8,14 @@ structure that the model returns is read off from stand-ins for the graph's outp
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import sympy
 import torch
-from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from ..errors import DynamicDimError, GuardError, TraceError
+from ..errors import DynamicDimError, TraceError
 from . import audit
 from .bindings import Bindings, FrozenTensor, InputBinding, ModelTensor, PlaceholderBinding, SizeBinding, TensorIndex
 from .dynamo import (
@@ -35,6 +34,7 @@ from .dynamo import (
 from .inputs import TOKENS, InputContract, Signature
 from .outputs import map_leaves
 from .region import Regions, drop_unread, inline_regions, mark_regions, reuse_is_supported
+from .trace_errors import explain_failure, first_line
 
 
 class OutputRef:
@@ -132,13 +132,13 @@ def trace(
             try:
                 return attempt(safe, "unbacked")
             except (TraceError, *DYNAMO_ERRORS) as error:
-                reason = _first_line(error)
+                reason = first_line(error)
         try:
             traced = attempt(safe, "backed")
         except TraceError:
             raise
         except DYNAMO_ERRORS as error:
-            raise _explain(error, signature, reason) from error
+            raise explain_failure(error, signature, reason) from error
         return dataclasses.replace(traced, unbacked_failure=reason)
 
 
@@ -165,7 +165,7 @@ class _Attempt:
             try:
                 return self._once(sizes, mode, regions)
             except Exception as error:  # also torch's own, of a form that is not to be relied on
-                self._regions_failure = f"{type(error).__name__}: {_first_line(error)}"
+                self._regions_failure = f"{type(error).__name__}: {first_line(error)}"
         traced = self._once(sizes, mode, None)
         return dataclasses.replace(traced, regions_failure=self._regions_failure)
 
@@ -175,7 +175,7 @@ class _Attempt:
         try:
             regions = mark_regions(self._model)
         except Exception as error:  # a module that cannot be copied
-            self._regions_failure = f"{type(error).__name__}: {_first_line(error)}"
+            self._regions_failure = f"{type(error).__name__}: {first_line(error)}"
             return None
         if regions is not None and not reuse_is_supported():
             self._regions_failure = f"torch {torch.__version__} cannot reuse a region, 2.13 and later can"
@@ -367,25 +367,3 @@ def _size_leaf(capture: Capture, index: int, symbols: Mapping[str, sympy.Symbol]
     if isinstance(example, torch.SymInt) and example.node.expr.free_symbols <= set(symbols.values()):
         return SizeRef(example.node.expr, symbols)
     return OutputRef(index)  # computed from data
-
-
-def _explain(error: BaseException, signature: Signature, unbacked_reason: str | None) -> TraceError:
-    """The public error for a failed trace, with what Dynamo said and where."""
-    names = [name for name, *_ in signature.tensors]
-    text = re.sub(r"L\['piecework_inputs'\]\[(\d+)\]", lambda match: names[int(match[1])], str(error).strip())
-    kind: type[TraceError] = TraceError
-    advice = "remove the graph break, move it into the body of a split op, or use compiler='eager'"
-    if isinstance(error, ConstraintViolationError):
-        kind = DynamicDimError
-        advice = "make the model hold for every size of that dim, or take it out of dynamic_dims"
-    elif isinstance(error, GuardOnDataDependentSymNode):
-        kind = GuardError
-    return kind(
-        f"trace: the model cannot be traced for ({signature}); {advice}. Dynamo said:\n{text}\n"
-        f"(with dims of any size it had said: {unbacked_reason})"
-    )
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

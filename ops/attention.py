@@ -16,7 +16,7 @@ import torch
 
 from ..errors import InputError, NotAvailableError
 from .context import context_field, get_context
-from .registry import split_op
+from .split_op import split_op
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,11 +32,11 @@ class AttentionContext:
 
     slot_mapping: torch.Tensor = context_field(pad=-1)  # noqa: RUF009 (it returns a dataclasses.field)
     """[num_tokens], int64: `block * block_size + offset` where a token's K and V go; -1 writes nothing."""
-    query_start_loc: torch.Tensor
+    query_start_loc: torch.Tensor = context_field(pad=0, dims={})  # noqa: RUF009
     """[num_reqs + 1], int32: request `r` has the tokens `query_start_loc[r]` to `query_start_loc[r + 1] - 1`."""
-    seq_lens: torch.Tensor
+    seq_lens: torch.Tensor = context_field(pad=0, dims={})  # noqa: RUF009
     """[num_reqs], int32: tokens of each request, the new ones included."""
-    block_table: torch.Tensor
+    block_table: torch.Tensor = context_field(pad=0, dims={})  # noqa: RUF009
     """[num_reqs, max_blocks], int32: the cache blocks of each request in order; past its length any valid block."""
     query_lens_host: tuple[int, ...] = ()
     """New tokens of each request, so that no layer waits for the device; read from the tensors if not given."""

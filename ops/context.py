@@ -31,7 +31,10 @@ class Padding:
 
 
 def context_field(*, pad: int | float, dims: Mapping[int, str] | None = None, **kwargs: Any) -> Any:
-    """A dataclass field of a context whose tensor is padded with `pad` along `dims` (default: dim 0 is `tokens`)."""
+    """A dataclass field of a context whose tensor is padded with `pad` along `dims` (default: dim 0 is `tokens`).
+
+    The names in `dims` are those of the runtime's `dynamic_dims`; `{}` says that the field does not grow.
+    """
     padding = Padding(value=pad, dims=dict(dims) if dims is not None else {0: "tokens"})
     metadata = {**kwargs.pop("metadata", {}), _PADDING: padding}
     return dataclasses.field(metadata=metadata, **kwargs)
@@ -42,6 +45,13 @@ def padded_fields(context: object) -> dict[str, Padding]:
     if not dataclasses.is_dataclass(context):
         return {}
     return {f.name: f.metadata[_PADDING] for f in dataclasses.fields(context) if _PADDING in f.metadata}
+
+
+def plain_fields(context: object) -> tuple[str, ...]:
+    """The other fields of `context`, by name. Empty for an object that is no dataclass."""
+    if not dataclasses.is_dataclass(context):
+        return ()
+    return tuple(f.name for f in dataclasses.fields(context) if _PADDING not in f.metadata)
 
 
 @contextlib.contextmanager

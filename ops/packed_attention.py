@@ -14,8 +14,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..errors import InputError
-from .context import get_context
-from .registry import split_op
+from .context import context_field, get_context
+from .split_op import split_op
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +26,7 @@ class PackedContext:
         InputError: the fields disagree about the number of sequences.
     """
 
-    seq_start_loc: torch.Tensor
+    seq_start_loc: torch.Tensor = context_field(pad=0, dims={})  # noqa: RUF009 (it returns a dataclasses.field)
     """[num_seqs + 1], int32: sequence `s` has the tokens `seq_start_loc[s]` to `seq_start_loc[s + 1] - 1`."""
     seq_lens_host: tuple[int, ...] = ()
     """Tokens of each sequence, so that no layer waits for the device; read from the tensor if not given."""

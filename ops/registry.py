@@ -1,23 +1,17 @@
-"""Split ops: the operators at which a graph is cut, registered where they are defined.
+"""The registry of split ops: which there are, which graph nodes call one, and how often that happened.
 
-`@split_op(...)` defines a `torch.library` operator and registers the split in one step. The operator is defined with
-`Library.define` and `Library.impl`, whose calls cost a tenth of a `torch.library.custom_op`'s.
+They register themselves where they are defined: see `piecework.ops.split_op`.
 """
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import importlib.metadata
-import inspect
-import keyword
 import logging
-import sys
-import textwrap
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
@@ -54,8 +48,8 @@ class SplitOp:
         return overload
 
 
-class _Registry:
-    """Process-wide, because torch's operator registry is."""
+class Registry:
+    """What is registered. There is one, process-wide, because torch's operator registry is."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -67,9 +61,11 @@ class _Registry:
         self.loaded_entry_points: set[tuple[str, str]] = set()
 
     def find(self, name: str) -> tuple[OpOverload, SplitOp] | None:
+        """What is registered under a qualified name."""
         return next(((op, entry) for op, entry in self.ops.items() if entry.name == name), None)
 
     def add(self, op: OpOverload, location: str) -> None:
+        """Registers an operator, or registers it anew. The caller holds `lock`."""
         self.ops[op] = SplitOp(
             name=op._schema.name,
             overload=op._schema.overload_name or "default",
@@ -80,7 +76,7 @@ class _Registry:
         )
 
 
-_REGISTRY = _Registry()
+REGISTRY = Registry()
 
 
 def mutated_arguments(op: OpOverload) -> tuple[str, ...]:
@@ -88,80 +84,20 @@ def mutated_arguments(op: OpOverload) -> tuple[str, ...]:
     return tuple(a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
-class _SplitOpDecorator:
-    """The type of `split_op`; see `__call__` and `register`."""
-
-    def __call__(
-        self,
-        function: Callable[..., Any] | None = None,
-        *,
-        mutates_args: Sequence[str] | None = None,
-        name: str | None = None,
-        fake: Callable[..., Any] | None = None,
-    ) -> Callable[[Callable[..., Any]], OpOverload]:
-        """Defines an operator whose body is the decorated function, and cuts every graph at its calls.
-
-        The function's type annotations give the schema. The decorated name becomes the operator, which is what the
-        model calls. The body is opaque to Dynamo: it may read `get_context()` and launch any kernel.
-
-        Args:
-            mutates_args: names of every tensor argument that the body writes to; `()` for a functional operator. A
-                write that is not declared here makes wrong programs; check with `torch.library.opcheck`.
-            name: `op` or `namespace::op`; by default the function's name in its top-level package's namespace.
-            fake: computes the outputs' shapes, dtypes and strides from fake tensors. Needed when anything is
-                returned; an operator that only mutates gets one that returns nothing.
-
-        Raises:
-            RegistrationError: the definition breaks one of the rules above, or the name is taken.
-        """
-        if function is not None or mutates_args is None:
-            where = _where(function) if function is not None else _caller_location()
-            raise RegistrationError(
-                f"{where}: split_op takes keyword arguments, and mutates_args must be one of them; "
-                f'write @split_op(mutates_args=("out",)), or mutates_args=() for a functional operator'
-            )
-        return lambda body: _define(body, mutates_args=mutates_args, name=name, fake=fake)
-
-    def register(self, name: str) -> OpOverload:
-        """Makes an operator that somebody else defined, `namespace::op` or `namespace::op.overload`, a split op.
-
-        Raises:
-            RegistrationError: there is no such operator, the overload is ambiguous, it returns an argument that it
-                mutates, or another place registered it before.
-        """
-        location = _caller_location()
-        op = _existing_overload(name, location)
-        for returned in op._schema.returns:
-            if returned.alias_info is not None and returned.alias_info.is_write:
-                raise RegistrationError(
-                    f"{location}: {name} returns an argument that it mutates ({op._schema}); a split op must return "
-                    f"nothing that it mutates, so register an overload that does not, or wrap it with @split_op"
-                )
-        with _REGISTRY.lock:
-            known = _REGISTRY.ops.get(op)
-            if known is not None and known.location != location:
-                raise _taken(known, location)
-            _REGISTRY.add(op, location)
-        return op
-
-
-split_op = _SplitOpDecorator()
-
-
 def split_ops() -> tuple[SplitOp, ...]:
     """Every registered split op, sorted by name; loads the `piecework.ops` entry points first."""
     load_entry_points()
-    with _REGISTRY.lock:
-        seen = _REGISTRY.num_traces > 0
+    with REGISTRY.lock:
+        seen = REGISTRY.num_traces > 0
         return tuple(
-            dataclasses.replace(entry, num_matched=_REGISTRY.matched.get(op, 0) if seen else None)
-            for op, entry in sorted(_REGISTRY.ops.items(), key=lambda item: (item[1].name, item[1].overload))
+            dataclasses.replace(entry, num_matched=REGISTRY.matched.get(op, 0) if seen else None)
+            for op, entry in sorted(REGISTRY.ops.items(), key=lambda item: (item[1].name, item[1].overload))
         )
 
 
 def defining_module(op: OpOverload) -> str:
     """Name of the module in which `split_op` defined the operator; empty for one that was defined elsewhere."""
-    body = _REGISTRY.bodies.get(op._schema.name)
+    body = REGISTRY.bodies.get(op._schema.name)
     return body.__module__ if body is not None else ""
 
 
@@ -173,9 +109,9 @@ def load_entry_points() -> None:
     """
     for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
         key = (entry_point.name, entry_point.value)
-        if key in _REGISTRY.loaded_entry_points:
+        if key in REGISTRY.loaded_entry_points:
             continue
-        _REGISTRY.loaded_entry_points.add(key)
+        REGISTRY.loaded_entry_points.add(key)
         try:
             entry_point.load()
         except Exception as error:  # somebody else's import may fail in any way
@@ -196,11 +132,11 @@ def match(target: object) -> OpOverload | None:
         RegistrationError: the target is a packet of which only some overloads are split ops.
     """
     if isinstance(target, OpOverload):
-        return target if target in _REGISTRY.ops else None
+        return target if target in REGISTRY.ops else None
     if not isinstance(target, OpOverloadPacket):
         return None
     overloads = [getattr(target, overload) for overload in target.overloads()]
-    registered = [op for op in overloads if op in _REGISTRY.ops]
+    registered = [op for op in overloads if op in REGISTRY.ops]
     if registered and len(registered) < len(overloads):
         raise RegistrationError(
             f"the model calls {target} without an overload, and only {', '.join(map(str, registered))} of its "
@@ -211,212 +147,11 @@ def match(target: object) -> OpOverload | None:
 
 def record_matches(counts: Mapping[OpOverload, int]) -> tuple[str, ...]:
     """Adds one trace's matches to the registry; returns the names of the registered ops that never matched yet."""
-    with _REGISTRY.lock:
-        _REGISTRY.num_traces += 1
+    with REGISTRY.lock:
+        REGISTRY.num_traces += 1
         for op, count in counts.items():
-            _REGISTRY.matched[op] = _REGISTRY.matched.get(op, 0) + count
-        unmatched = tuple(entry.name for op, entry in _REGISTRY.ops.items() if not _REGISTRY.matched.get(op))
+            REGISTRY.matched[op] = REGISTRY.matched.get(op, 0) + count
+        unmatched = tuple(entry.name for op, entry in REGISTRY.ops.items() if not REGISTRY.matched.get(op))
     if unmatched:
         logger.info("split ops that no traced graph has called so far: %s", ", ".join(unmatched))
     return unmatched
-
-
-def _define(
-    body: Callable[..., Any], *, mutates_args: Sequence[str], name: str | None, fake: Callable[..., Any] | None
-) -> OpOverload:
-    location = _where(body)
-    if not inspect.isfunction(body):
-        raise RegistrationError(
-            f"{location}: expected a function, got a {type(body).__name__}; write a function around it, whose "
-            f"annotations give the schema"
-        )
-    qualified = _qualified_name(body, name, location)
-    schema = _schema(body, mutates_args, qualified, location)
-    namespace, _, opname = qualified.partition("::")
-    with _REGISTRY.lock:
-        same = _defined_before(qualified, body)
-        if same is not None:
-            return same
-        _make_room(qualified, location, body)
-        library = torch.library.Library(namespace, "FRAGMENT")
-        library.define(f"{opname}{schema}")
-        op: OpOverload = getattr(getattr(torch.ops, namespace), opname).default
-        if op._schema.returns and fake is None:
-            library._destroy()
-            raise RegistrationError(
-                f"{location}: {qualified} returns {_returns(op)} and has no fake; pass fake=..., a function of the "
-                f"same arguments that returns empty tensors of the right shape, dtype and strides"
-            )
-        library.impl(opname, body, "CompositeExplicitAutograd")
-        torch.library.register_fake(qualified, fake if fake is not None else _returns_nothing, lib=library)
-        _REGISTRY.libraries[qualified] = library
-        _REGISTRY.bodies[qualified] = body
-        _REGISTRY.add(op, location)
-    return op
-
-
-def _defined_before(qualified: str, body: Callable[..., Any]) -> OpOverload | None:
-    """The operator that a factory called twice made of the same lines the first time: the two are one."""
-    known, before = _REGISTRY.find(qualified), _REGISTRY.bodies.get(qualified)
-    if known is None or before is None or before.__code__ is not body.__code__ or body.__closure__:
-        return None
-    return known[0] if before.__defaults__ == body.__defaults__ else None
-
-
-def _make_room(qualified: str, location: str, body: Callable[..., Any]) -> None:
-    """Frees the name when the same place defines it again (a reload); raises when it belongs to somebody else."""
-    known = _REGISTRY.find(qualified)
-    if known is not None and known[1].location == location and qualified in _REGISTRY.libraries:
-        # A reload compiles the body again; a factory called twice does not, and its first operator lives on.
-        if body.__closure__ and _REGISTRY.bodies[qualified].__code__ is body.__code__:
-            raise RegistrationError(
-                f"{location}: these lines defined {qualified} before, with other values of "
-                f"{', '.join(body.__code__.co_freevars)}; both would run the last one, so give each its own name=..."
-            )
-        del _REGISTRY.ops[known[0]]
-        _REGISTRY.matched.pop(known[0], None)
-        _REGISTRY.libraries.pop(qualified)._destroy()
-    elif known is not None:
-        raise _taken(known[1], location)
-    elif torch._C._dispatch_has_kernel(qualified) or _operator_exists(qualified):
-        raise RegistrationError(
-            f'{location}: the operator {qualified} exists already; use split_op.register("{qualified}") to cut at it, '
-            f"or pass another name=..."
-        )
-
-
-def _operator_exists(qualified: str) -> bool:
-    namespace, _, opname = qualified.partition("::")
-    return hasattr(getattr(torch.ops, namespace), opname)
-
-
-def _qualified_name(body: Callable[..., Any], name: str | None, location: str) -> str:
-    namespace = body.__module__.partition(".")[0].strip("_") or "main"
-    qualified = name if name is not None and "::" in name else f"{namespace}::{name or body.__name__}"
-    left, _, right = qualified.partition("::")
-    if not all(part.isidentifier() and part.isascii() and not keyword.iskeyword(part) for part in (left, right)):
-        raise RegistrationError(
-            f"{location}: name: expected `op` or `namespace::op` made of identifiers, got {qualified!r}; "
-            f"pass such a name=..."
-        )
-    return qualified
-
-
-def _schema(body: Callable[..., Any], mutates_args: Sequence[str], qualified: str, location: str) -> str:
-    """The inferred schema `(args) -> returns`, after the checks that a schema alone cannot make."""
-    if isinstance(mutates_args, str):
-        advice = (
-            "list the arguments that it writes to; an operator that may write anything cannot be cut at safely"
-            if mutates_args == "unknown"
-            else f'write mutates_args=("{mutates_args}",)'
-        )
-        raise RegistrationError(
-            f"{location}: mutates_args: expected a sequence of argument names, got {mutates_args!r}; {advice}"
-        )
-    parameters = inspect.signature(body).parameters
-    missing = [arg for arg in mutates_args if arg not in parameters]
-    if missing:
-        raise RegistrationError(
-            f"{location}: mutates_args names {', '.join(missing)}, which {qualified} does not take; "
-            f"its arguments are {', '.join(parameters)}"
-        )
-    returned = [arg for arg in mutates_args if arg in _returned_names(body)]
-    if returned:
-        raise RegistrationError(
-            f"{location}: {qualified} returns {', '.join(returned)}, which it mutates; return nothing "
-            f"(the caller has the tensor), or return a new tensor and do not mutate"
-        )
-    try:
-        # A mutated argument that is no tensor fails here too.
-        return torch.library.infer_schema(body, mutates_args=tuple(mutates_args))
-    except (ValueError, RuntimeError) as error:
-        raise RegistrationError(
-            f"{location}: no schema can be inferred for {qualified}: {str(error).strip()}; annotate every argument and "
-            f"the result with types that torch.library.infer_schema accepts, and mutate tensors only"
-        ) from error
-
-
-def _returned_names(body: Callable[..., Any]) -> set[str]:
-    """Names that a `return` of the function plainly hands back. Empty when there is no source to read.
-
-    What takes another way (`y = out; return y`) is not seen here; `torch.library.opcheck` finds it.
-    """
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(body)))
-    except (OSError, TypeError, SyntaxError):
-        return set()
-    names: set[str] = set()
-    for function in ast.iter_child_nodes(tree):
-        for node in _own_nodes(function):
-            if isinstance(node, ast.Return) and node.value is not None:
-                names.update(_handed_back(node.value))
-    return names
-
-
-def _handed_back(value: ast.expr) -> set[str]:
-    if isinstance(value, ast.Name):
-        return {value.id}
-    if isinstance(value, (ast.Tuple, ast.List)):
-        return {name for element in value.elts for name in _handed_back(element)}
-    if isinstance(value, ast.IfExp):
-        return _handed_back(value.body) | _handed_back(value.orelse)
-    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
-        # An in-place method returns what it wrote into.
-        if value.func.attr.endswith("_") and not value.func.attr.endswith("__"):
-            return _handed_back(value.func.value)
-    return set()
-
-
-def _own_nodes(node: ast.AST) -> Iterable[ast.AST]:
-    """The nodes below `node`, without those of nested functions."""
-    for child in ast.iter_child_nodes(node):
-        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
-            yield child
-            yield from _own_nodes(child)
-
-
-def _existing_overload(name: str, location: str) -> OpOverload:
-    qualified, _, overload = name.partition(".")
-    namespace, separator, opname = qualified.partition("::")
-    if not separator or not _operator_exists(qualified):
-        raise RegistrationError(
-            f"{location}: split_op.register: expected an existing operator `namespace::op`, got {name!r}; "
-            f"import the module that defines it first"
-        )
-    packet: OpOverloadPacket = getattr(getattr(torch.ops, namespace), opname)
-    overloads = packet.overloads()
-    wanted: str | Literal[""] = overload or ("default" if "default" in overloads else "")
-    if not wanted and len(overloads) == 1:
-        wanted = overloads[0]
-    if wanted not in overloads:
-        raise RegistrationError(
-            f"{location}: split_op.register({name!r}): expected one of the overloads {', '.join(overloads)}; "
-            f'write "{qualified}.{overloads[0]}"'
-        )
-    op: OpOverload = getattr(packet, wanted)
-    return op
-
-
-def _returns_nothing(*args: object, **kwargs: object) -> None:
-    """The fake of an operator that only mutates."""
-
-
-def _returns(op: OpOverload) -> str:
-    return ", ".join(str(returned.type) for returned in op._schema.returns)
-
-
-def _taken(known: SplitOp, location: str) -> RegistrationError:
-    return RegistrationError(
-        f"{location}: the split op {known.name} was registered at {known.location} already; "
-        f"rename one of them with name=..., or import one module only"
-    )
-
-
-def _where(function: Callable[..., Any]) -> str:
-    code = getattr(function, "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else repr(function)
-
-
-def _caller_location() -> str:
-    frame = sys._getframe(2)
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

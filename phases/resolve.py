@@ -62,9 +62,10 @@ def resolve(
     no_capture = None  # why "auto" chooses no backend that captures
     if capture is CaptureDevice.AUTO:
         capture = CaptureDevice.CUDA if on_cuda else CaptureDevice.TAPE
-        reasons.append(f"capture_device: auto -> {capture} (the model is on {place})")
+        idle = f"; it {_NOT_AVAILABLE}, so nothing captures" if ("capture_device", capture) in not_built else ""
+        reasons.append(f"capture_device: auto -> {capture} (the model is on {place}{idle})")
         if not on_cuda:
-            no_capture = f"the model is on {place}, and capture_device is not tape"
+            no_capture = f"the model is on {place}, where auto captures only if capture_device says tape"
         elif ("capture_device", capture) in not_built:
             no_capture = f"capture_device {capture} {_NOT_AVAILABLE}"
     elif capture is CaptureDevice.CUDA and not on_cuda and not _idle(config):

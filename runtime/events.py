@@ -35,7 +35,7 @@ COUNTERS = (
     "entries",
     "steps",
 )
-"""Names of the integer counters; `as_dict` adds `fallbacks` and `in_step_seconds`."""
+"""Names of the integer counters; `as_dict` adds `fallbacks`, `warnings` and `in_step_seconds`."""
 
 _COUNTED = {
     "trace": "traces",
@@ -78,6 +78,7 @@ class Counters:
         self._totals: collections.Counter[str] = collections.Counter()
         self._by_scope: dict[tuple[str, int | None], Any] = {}
         self._fallbacks: collections.Counter[str] = collections.Counter()
+        self._warnings: collections.Counter[str] = collections.Counter()
         self._in_step_seconds = 0.0
 
     def add(self, name: str, amount: int = 1, scope: Scope | None = None) -> None:
@@ -94,6 +95,12 @@ class Counters:
             self._share(scope)["fallbacks"] += 1
             return self._fallbacks[reason]
 
+    def add_warning(self, text: str) -> int:
+        """Counts one warning under its text; returns how many there are now."""
+        with self._lock:
+            self._warnings[text] += 1
+            return self._warnings[text]
+
     def add_in_step(self, seconds: float, scope: Scope | None = None) -> None:
         """Adds compile or trace time that a step waited for."""
         with self._lock:
@@ -106,15 +113,22 @@ class Counters:
             return collections.Counter()
         return self._by_scope.setdefault((str(scope.phase), scope.bucket), collections.Counter())
 
+    def __repr__(self) -> str:
+        counted = {name: value for name, value in self.as_dict().items() if value}
+        if "in_step_seconds" in counted:
+            counted["in_step_seconds"] = round(counted["in_step_seconds"], 3)
+        return f"Counters({', '.join(f'{name}={value}' for name, value in counted.items())})"
+
     def __getitem__(self, name: str) -> Any:
         return self.as_dict()[name]
 
     def as_dict(self) -> dict[str, Any]:
-        """All counters by name; `fallbacks` maps a reason to a count, `in_step_seconds` is in seconds."""
+        """All counters by name; `fallbacks` and `warnings` map a text to a count, `in_step_seconds` is in seconds."""
         with self._lock:
             return {
                 **{name: self._totals[name] for name in COUNTERS},
                 "fallbacks": dict(self._fallbacks),
+                "warnings": dict(self._warnings),
                 "in_step_seconds": self._in_step_seconds,
             }
 
@@ -185,6 +199,12 @@ class Recorder:
         if self.scope.in_step and kind != "entry":
             self.counters.add_in_step(seconds, self.scope)
         logger.debug("%s %.3f s %s %s", kind, seconds, self.scope, detail)
+
+    def warn(self, text: str) -> None:
+        """Counts a warning that is no fallback; the first with this text is an event too, and logged."""
+        if self.counters.add_warning(text) == 1:
+            logger.warning("%s", text)
+            self.record("warning", text=text)
 
     def fallback(self, reason: str, **detail: Any) -> None:
         """Counts a fallback; the first of each reason is an event too, and logged as a warning."""

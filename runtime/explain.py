@@ -46,7 +46,7 @@ def explain(
             "startup": str(resolved.config.startup),
             "reasons": list(resolved.reasons),
             "traces": [_trace(program, family) for family in families for program in family.general],
-            "entries": [_entry(entry) for entry in entries],
+            "entries": [entry_data(entry) for entry in entries],
             "unmatched_split_ops": sorted({name for family in families for name in family.unmatched}),
             "never_written": {k: list(v) for k, v in witness.never_written().items()} if witness is not None else {},
             "counters": counters.as_dict(),
@@ -79,10 +79,14 @@ def _trace(program: Program, family: ProgramFamily) -> dict[str, Any]:
         "split_ops": {op._schema.name: count for op, count in graph.split.matches.items()},
         "regions_reused": graph.traced.regions_reused,
         "frozen": list(graph.traced.frozen),
+        "trace_s": graph.trace_s,
+        "compiles": graph.num_compiles,
+        "compile_s": graph.compile_s,
     }
 
 
-def _entry(entry: Entry) -> dict[str, Any]:
+def entry_data(entry: Entry) -> dict[str, Any]:
+    """An entry as plain data; `build_s` is in seconds."""
     return {
         "phase": str(entry.phase),
         "bucket": entry.bucket,
@@ -92,6 +96,10 @@ def _entry(entry: Entry) -> dict[str, Any]:
         "steps": entry.num_steps,
         "build_s": entry.build_s,
     }
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _sizes(intervals: dict[str, str]) -> str:
@@ -114,8 +122,8 @@ _MAX_FROZEN = 2
 
 def _lines(data: dict[str, Any]) -> Iterator[str]:
     for name, phase in data["phases"].items():
-        yield f"{name}: backend {phase['backend']}, compiler {phase['compiler']}, {len(phase['buckets'])} buckets " + (
-            f"{phase['buckets'][0]} to {phase['buckets'][-1]}"
+        yield f"{name}: backend {phase['backend']}, compiler {phase['compiler']}, " + (
+            f"{_count(len(phase['buckets']), 'bucket')} {phase['buckets'][0]} to {phase['buckets'][-1]}"
         )
     yield f"startup: {data['startup']}"
     yield from (f"  {reason}" for reason in data["reasons"])
@@ -123,11 +131,16 @@ def _lines(data: dict[str, Any]) -> Iterator[str]:
     for trace in data["traces"]:
         yield (
             f"trace ({trace['inputs']}): {trace['mode']}, valid for {_sizes(trace['intervals'])}, "
-            f"{trace['pieces']} pieces ({trace['distinct_pieces']} distinct), {trace['opaque_regions']} opaque regions"
+            f"{_count(trace['pieces'], 'piece')} ({trace['distinct_pieces']} distinct), "
+            f"{_count(trace['opaque_regions'], 'opaque region')}"
+        )
+        yield (
+            f"  traced in {trace['trace_s']:.2f} s, "
+            f"{_count(trace['compiles'], 'compile')} in {trace['compile_s']:.2f} s"
         )
         if trace["frozen"]:
             shown = ", ".join(trace["frozen"][:_MAX_FROZEN])
-            yield f"  frozen Python state: {len(trace['frozen'])} values, such as {shown}"
+            yield f"  frozen Python state: {_count(len(trace['frozen']), 'value')}, such as {shown}"
     if data["unmatched_split_ops"]:
         yield f"split ops that no graph has called: {', '.join(data['unmatched_split_ops'])}"
     for name, arguments in data["never_written"].items():
@@ -142,3 +155,4 @@ def _lines(data: dict[str, Any]) -> Iterator[str]:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
     fallbacks = data["counters"]["fallbacks"]
     yield from (f"fallback x{count}: {reason}" for reason, count in fallbacks.items())
+    yield from (f"warning x{count}: {text}" for text, count in data["counters"]["warnings"].items())

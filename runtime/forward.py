@@ -93,6 +93,40 @@ def check_mapping(what: str, value: object) -> Mapping[str, Any]:
     return value
 
 
+def check_written(written: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises InputError when the model writes into one of the inputs `written` and another one starts at its memory.
+
+    A compiler takes inputs for apart: the other one would hold old values. That views overlap in another way is not
+    noticed.
+    """
+    for name in written:
+        own = tensors[name]
+        for other, tensor in tensors.items():
+            if other != name and tensor.numel() and own.numel() and tensor.data_ptr() == own.data_ptr():
+                raise InputError(
+                    f"inputs: the model writes into {name!r}, which shares memory with {other!r}; pass a copy of one "
+                    f"({other}.clone()), or use compiler='eager'"
+                )
+
+
+def training_modules(model: torch.nn.Module) -> str | None:
+    """What in the model does something else in training mode, in words; None when nothing does."""
+    found = [
+        f"{name or 'the model'} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if module.training and isinstance(module, _TRAINING) and getattr(module, "p", 1) > 0
+    ]
+    if not found:
+        return None
+    return (
+        f"the model is in training mode, where {found[0]}{f' and {len(found) - 1} more' if found[1:] else ''} drops "
+        f"values or changes its statistics in each step; call model.eval() before the first step"
+    )
+
+
+_TRAINING = (torch.nn.modules.dropout._DropoutNd, torch.nn.modules.batchnorm._BatchNorm)
+
+
 def _kind(value: object) -> str:
     if isinstance(value, Mapping):
         return f"{type(value).__name__} with the keys {', '.join(map(repr, value))}"

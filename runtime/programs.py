@@ -17,7 +17,7 @@ from ..graphs.dynamo import COMPILE_LOCK
 from ..graphs.inputs import TOKENS, BoundInputs, Constant, InputContract, Signature
 from ..graphs.outputs import OutputContract, Rows
 from ..graphs.piece import CompiledPieces
-from ..graphs.program import Program, ProgramKind
+from ..graphs.program import Program, ProgramKind, SizesByName, TensorsByName
 from ..graphs.rows import check_token_rows
 from ..graphs.stitched import PiecewiseGraph
 from ..graphs.trace import trace
@@ -42,12 +42,9 @@ class AnyProgram(Protocol):
 
     def holds_at(self, sizes: Mapping[str, int]) -> bool: ...
 
-    def __call__(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        sizes: Mapping[str, int],
-        asked: Mapping[str, int] | None = None,
-    ) -> Any: ...
+    def holds_padded_from(self, num_tokens: int) -> bool: ...
+
+    def __call__(self, tensors: TensorsByName, sizes: SizesByName, asked: SizesByName | None = None) -> Any: ...
 
 
 class EagerProgram:
@@ -69,12 +66,11 @@ class EagerProgram:
         """Always: nothing was assumed."""
         return True
 
-    def __call__(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        sizes: Mapping[str, int],
-        asked: Mapping[str, int] | None = None,
-    ) -> Any:
+    def holds_padded_from(self, num_tokens: int) -> bool:
+        """Always: it is not padded."""
+        return True
+
+    def __call__(self, tensors: TensorsByName, sizes: SizesByName, asked: SizesByName | None = None) -> Any:
         """Runs the forward on the inputs as they are."""
         with use_choice(self._fused):
             return self._model(**tensors, **self._constants)
@@ -138,16 +134,13 @@ class ProgramFamily:
             InputError: an output is computed from the tokens and has no rows; see `check_token_rows`.
         """
         sizes = {**sizes, TOKENS: size}
-        found = self._find(size, sizes)
-        if found is not None:
-            return found
-        self._take_ready(sizes, recorder)
-        found = self._find(size, sizes)
-        if found is not None:
-            return found
+        known = self.known(size, sizes)
+        if known is None:
+            self._take_ready(sizes, recorder)
+            known = self.known(size, sizes)
+        if known is not None:
+            return known
         key = frozenset(sizes.items())
-        if key in self._hopeless or len(self.general) >= MAX_TRACES or self._no_trace_could_hold(sizes):
-            return Choice(program=None, size=size, fallback="no trace is valid at this size: eager")
         self._raise_known_failure(key)
         another = bool(self.general)
         try:
@@ -160,8 +153,19 @@ class ProgramFamily:
         found = self._find(size, sizes)
         if found is None:
             self._hopeless.add(key)
-            return Choice(program=None, size=size, fallback="no trace is valid at this size: eager")
-        return found
+        return found or _eager(size)
+
+    def known(self, size: int, sizes: Mapping[str, int]) -> Choice | None:
+        """What `choose` returns when nothing has to be made for it, else None.
+
+        The one method that needs no lock: programs are only ever added, one by one.
+        """
+        sizes = {**sizes, TOKENS: size}
+        found = self._find(size, sizes)
+        if found is not None or self._ready_for(sizes):
+            return found
+        tried = frozenset(sizes.items()) in self._hopeless or len(self.general) >= MAX_TRACES
+        return _eager(size) if tried or self._no_trace_could_hold(sizes) else None
 
     def _find(self, size: int, sizes: Mapping[str, int]) -> Choice | None:
         for program in self.general:
@@ -193,16 +197,22 @@ class ProgramFamily:
             self._specialized[key] = self._prepare(program)
         return self._specialized[key]
 
+    def _ready_for(self, sizes: Mapping[str, int]) -> list[PiecewiseGraph]:
+        return [
+            graph
+            for graph in self._ready
+            if all(sizes[name] in interval for name, interval in graph.traced.intervals.items())
+        ]
+
     def _take_ready(self, sizes: Mapping[str, int], recorder: Recorder) -> None:
         """Compiles the graphs that came from another process and hold at these sizes. Raises: CompileError."""
-        for graph in [*self._ready]:
-            if all(sizes[name] in interval for name, interval in graph.traced.intervals.items()):
-                check_token_rows(graph.reduced, self._outputs)
-                started = time.perf_counter()
-                self._count(graph, recorder)
-                self.general.append(self._prepare(graph.compile_general(self.compiler, self._compiled, recorder)))
-                self._ready.remove(graph)
-                recorder.record("bind", seconds=time.perf_counter() - started, interval=str(graph.traced.interval))
+        for graph in self._ready_for(sizes):
+            check_token_rows(graph.reduced, self._outputs)
+            started = time.perf_counter()
+            self._count(graph, recorder)
+            self.general.append(self._prepare(graph.compile_general(self.compiler, self._compiled, recorder)))
+            self._ready = [other for other in self._ready if other is not graph]
+            recorder.record("bind", seconds=time.perf_counter() - started, interval=str(graph.traced.interval))
 
     def _trace(self, sizes: Mapping[str, int], recorder: Recorder, *, backed: bool = False) -> Program:
         graph = self._trace_graph(sizes, recorder, backed)
@@ -226,9 +236,10 @@ class ProgramFamily:
             )
             graph = PiecewiseGraph.from_trace(traced, self._contract, ambient=self.signature.ambient)
             check_token_rows(graph.reduced, self._outputs)
+        graph.trace_s = time.perf_counter() - started
         recorder.record(
             "trace",
-            seconds=time.perf_counter() - started,
+            seconds=graph.trace_s,
             mode=traced.mode,
             interval=str(traced.interval),
             signature=str(self.signature),
@@ -252,6 +263,10 @@ class ProgramFamily:
         if self._witness is not None:
             program.watched(self._witness.watch)
         return program
+
+
+def _eager(size: int) -> Choice:
+    return Choice(program=None, size=size, fallback="no trace is valid at this size: eager")
 
 
 def _needs_sizes(error: BaseException | None) -> bool:

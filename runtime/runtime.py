@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import os
 import threading
@@ -17,23 +16,24 @@ import torch
 from ..errors import CompileError, ConfigError, InputError, PortableError, RuntimeClosedError
 from ..graphs.debug import MutationWitness
 from ..graphs.dump import dump_program
-from ..graphs.inputs import TOKENS, BoundInputs, InputContract, Signature, ambient_state, pad_tensor
+from ..graphs.inputs import TOKENS, BoundInputs, InputContract, Signature, ambient_state
 from ..graphs.outputs import OutputContract, OutputDims
 from ..graphs.piece import CompiledPieces
 from ..graphs.portable import PortableProgram
 from ..graphs.program import Program
 from ..graphs.stitched import PiecewiseGraph
-from ..ops.context import padded_fields, use_context
+from ..ops.context import use_context
 from ..ops.fused_choice import Choice as FusedChoice
 from ..ops.fused_choice import choose
 from ..phases import Compiler, GraphConfig, Phase, resolve
 from .entries import Entry, EntryKey
 from .events import Counters, Event, Recorder, Scope
 from .explain import Explanation, explain
-from .forward import check_arguments, check_mapping
+from .forward import check_arguments, check_mapping, check_written, training_modules
 from .programs import AnyProgram, EagerProgram, ProgramFamily, check_guards
 from .startup import POLICIES
 from .step import inside_step
+from .step_context import pad_context
 
 MAX_SIGNATURES = 8
 """Sets of inputs that a runtime traces for; a call with yet another one runs eagerly."""
@@ -134,8 +134,10 @@ class Runtime:
         size = sizes[TOKENS]
         if self._witness is not None:
             check_guards(program, bound, self._fused[self.config.phase(phase).compiler])
+        check_written(program.written_inputs, bound.tensors)
         tensors = bound.tensors if program.kind == "eager" else self._contract.pad_to_bucket(bound, size)
-        padded_context = _pad_context(context, bound, size)
+        warn = self._recorder.within(Scope(phase=phase, bucket=entry.bucket)).warn
+        padded_context = pad_context(context, bound, size, self._contract, warn)
         with torch.inference_mode(), use_context(padded_context), inside_step():
             outputs = program(tensors, sizes, bound.sizes)
             for name in program.written_inputs:
@@ -270,20 +272,29 @@ class Runtime:
         """The entry for a step, the program that runs, and the sizes it runs at."""
         num_tokens = bound.num_tokens
         bucket, why = self.resolved.ladders[phase].choose(num_tokens, self.config.phase(phase).max_padding_waste)
-        if bucket is None:
-            self._recorder.within(Scope(phase=phase, in_step=True)).fallback(why or "above the ladder")
         entry = self._entries.get((phase, bound.signature, bucket)) or self._build(phase, bound, bucket, in_step=True)
+        if why is not None and entry.family is not None:  # the eager forward needs no bucket
+            recorder = self._recorder.within(Scope(phase=phase, in_step=True))
+            recorder.fallback(why, phase=phase, last_bucket=self.resolved.ladders[phase].max)
         size = entry.size if entry.size is not None else num_tokens
         sizes = {**bound.sizes, TOKENS: size}
         settled = entry.program.kind != "eager" and entry.program.holds_at(sizes)
+        recorder = self._recorder.within(Scope(phase=phase, bucket=bucket, in_step=True))
+        if settled and not entry.program.holds_padded_from(num_tokens):
+            # Its branch is the bucket's, and this step's is another one.
+            reason = "the model decides on a size between the step's and the bucket: unpadded"
+            recorder.fallback(reason, sizes=bound.sizes)
+            settled, size, sizes = False, num_tokens, {**bound.sizes}
         if settled or entry.family is None:
             if entry.fallback is not None:
-                self._recorder.within(Scope(phase=phase, bucket=bucket, in_step=True)).fallback(entry.fallback)
+                recorder.fallback(entry.fallback)
             return entry, entry.program, sizes
         # The entry's program does not hold at this size: of a step without padding, or of another dim.
         recorder = self._recorder.within(Scope(phase=phase, in_step=True))
-        with self._build_lock:
-            choice = entry.family.choose(size, bound.sizes, recorder)
+        choice = entry.family.known(size, bound.sizes)
+        if choice is None:
+            with self._build_lock:
+                choice = entry.family.choose(size, bound.sizes, recorder)
         if choice.fallback is not None:
             recorder.fallback(choice.fallback, sizes=sizes)
         program = choice.program or self._eager(bound)
@@ -307,6 +318,8 @@ class Runtime:
         config = self.config.phase(phase)
         names = [*(name for name, *_ in bound.signature.tensors), *dict(bound.signature.constants)]
         self._parameters.check_inputs(names)
+        if not self._entries and (text := training_modules(self.model)) is not None:
+            recorder.warn(text)
         eager = self._eager(bound)
         why = "compiler eager" + ("; specialize has no effect" if config.specialize else "")
         entry = Entry(phase=phase, bucket=bucket, family=None, program=eager, size=None, why=why, build_s=0)
@@ -388,33 +401,3 @@ def _under_ambient_state(signature: Signature) -> Signature:
 def _free_sizes(signature: Signature) -> dict[str, int]:
     """A size for each dynamic dim of a signature, to trace with."""
     return {size: 2 for *_, sizes in signature.tensors for size in sizes if isinstance(size, str)}
-
-
-def _pad_context(context: object, bound: BoundInputs, bucket: int) -> object:
-    """A copy of the context with its declared fields grown to the bucket; the context itself when there are none.
-
-    Raises:
-        InputError: a field's declared dim is not of the size that the inputs have under that name.
-    """
-    fields = padded_fields(context)
-    grown = {}
-    for name, padding in fields.items():
-        tensor = getattr(context, name)
-        if not isinstance(tensor, torch.Tensor):
-            continue
-        for dim, dim_name in padding.dims.items():
-            size = bound.sizes.get(dim_name)
-            if dim >= tensor.dim() or (size is not None and tensor.shape[dim] != size):
-                raise InputError(
-                    f"context {type(context).__name__}.{name}: expected {size} rows on dim {dim} ({dim_name!r}), like "
-                    f"the inputs, got shape {list(tensor.shape)}; build the context for this step's inputs"
-                )
-        padded = pad_tensor(tensor, padding.dims, bucket, padding.value)
-        if padded is not tensor:
-            grown[name] = padded
-    if not grown:
-        return context
-    copied = copy.copy(context)
-    for name, tensor in grown.items():
-        object.__setattr__(copied, name, tensor)
-    return copied

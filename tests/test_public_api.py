@@ -26,6 +26,7 @@ CONTRACT = {
         "get_context",
         "use_context",
         "Runtime",
+        "PortableProgram",
     ),
     *("PackedContext", "transformers_attention", "compilable"),
 }

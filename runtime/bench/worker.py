@@ -20,11 +20,11 @@ from ..console import exit_code
 from ..engine.engine import LLMEngine
 from ..engine.output import RequestOutput
 from ..engine.params import SamplingParams
+from ..explain import entry_data
 from .fresh import CACHES, RESULT, SPEC, WorkerSpec
 from .traffic import Batch
 
 if TYPE_CHECKING:
-    from ..entries import Entry
     from ..runtime import Runtime
 
 
@@ -98,7 +98,7 @@ def measure(spec: WorkerSpec, *, cold: bool) -> dict[str, Any]:
             "compiles_before_ready": sum(n for name, n in at_ready.items() if name.startswith("compiles_")),
             "captures": counters["captures"],
             "peak_bytes": _peak_bytes(engine.device),
-            "entries": [_entry(entry) for entry in runtime.entries],
+            "entries": [entry_data(entry) for entry in runtime.entries],
             "counters": counters,
             "conditions": _conditions(engine, spec),
         }
@@ -110,16 +110,6 @@ def _send(engine: LLMEngine, batches: Sequence[Batch], max_new_tokens: int, time
     for prompts in batches:
         times.send()
         engine.generate(prompts, params, on_output=times.on_output)
-
-
-def _entry(entry: Entry) -> dict[str, Any]:
-    return {
-        "phase": str(entry.phase),
-        "bucket": entry.bucket,
-        "program": entry.program.kind,
-        "steps": entry.num_steps,
-        "build_s": entry.build_s,
-    }
 
 
 def _peak_bytes(device: torch.device) -> int:

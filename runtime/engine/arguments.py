@@ -36,6 +36,12 @@ def device_of(device: torch.device | str | None) -> torch.device:
         raise ConfigError(f"device: expected cpu, cuda or cuda:N, got {str(device)!r}; use one of these")
     if found.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if not count:
+            built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+            raise ConfigError(
+                f"device: expected cpu, since there is no CUDA device here (torch {torch.__version__}, {built}), got "
+                f"{found}; use cpu, or install a torch and a driver that find the GPU"
+            )
         if (found.index or 0) >= count:
             raise ConfigError(f"device: expected one of {count} CUDA devices, got {found}; use cpu or another index")
         return found if found.index is not None else torch.device("cuda", torch.cuda.current_device())

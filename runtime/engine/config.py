@@ -84,8 +84,8 @@ def _architecture(keys: Keys, architectures: frozenset[str]) -> str:
             f"model's architecture there"
         )
     for name in named:
-        if name in architectures:
-            return str(name)
+        if isinstance(name, str) and name in architectures:
+            return name
     raise ModelError(
         f"{keys.path}: architectures: expected one of {supported}, got {', '.join(map(str, named))}; this engine "
         f"cannot run that model, so use a checkpoint of a supported architecture"
@@ -205,9 +205,10 @@ def _dtype(keys: Keys) -> torch.dtype | None:
     name = keys.values.get("dtype", keys.values.get("torch_dtype"))
     if name is None:
         return None
-    if name not in DTYPES:
+    if not isinstance(name, str) or name not in DTYPES:
         keys.problems.append(f"dtype: expected one of {', '.join(DTYPES)}, got {name!r}")
-    return DTYPES.get(name)
+        return None
+    return DTYPES[name]
 
 
 def _generation_eos(directory: Path) -> object:

@@ -30,7 +30,9 @@ class Detokenizer:
         self._window = list(prompt_token_ids[-_PROMPT_TOKENS:])
         self._num_read = len(self._window)
         """Tokens of the window whose text is out."""
-        self._num_chars = len(_whole(decode(self._window))) if self._window else 0
+        self._before = decode(self._window) if self._window else ""
+        """The prompt's part of the window's text, until the window has moved past it."""
+        self._num_chars = len(_whole(self._before))
         """Characters of the window's text that are out."""
 
     def add(self, token_id: int) -> str:
@@ -38,19 +40,31 @@ class Detokenizer:
         self._window.append(token_id)
         text = self._decode(self._window)
         whole = _whole(text)
+        self._skip_prompt(whole)
         new, self._num_chars = whole[self._num_chars :], max(self._num_chars, len(whole))
+        if not new and not self._decode([token_id, token_id]):
+            # Without text whatever is beside it (a first space alone would have none either). An answer may go on with
+            # end tokens for long, and a window that they filled would have to be decoded again for each.
+            self._window.pop()
         # A window of special tokens alone has no text, and would make its successor a text's first word.
         if new and len(whole) == len(text):
             del self._window[: self._num_read]
             self._num_read = len(self._window)
             self._num_chars = len(self._decode(self._window))
+            self._before = ""
         return new
 
     def flush(self) -> str:
         """The rest, when no token comes any more: bytes that never became a character, as replacement characters."""
         text = self._decode(self._window)
+        self._skip_prompt(text)
         new, self._num_chars = text[self._num_chars :], max(self._num_chars, len(text))
         return new
+
+    def _skip_prompt(self, text: str) -> None:
+        """A prompt that ends in a replacement character keeps it, unless the answer completes it to a character."""
+        if text.startswith(self._before):
+            self._num_chars = max(self._num_chars, len(self._before))
 
 
 def _whole(text: str) -> str:

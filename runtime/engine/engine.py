@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 
@@ -27,6 +28,8 @@ from .scheduler import Scheduler
 from .tokenizer import Tokenizer
 from .turns import Turns
 from .weights import load_weights
+
+T = TypeVar("T")
 
 OnOutput = Callable[[int, RequestOutput], None]
 """Called with (index of the prompt, what is new) after each step that gave the prompt a token."""
@@ -119,12 +122,13 @@ class LLMEngine:
         self._lock = Turns()
         self._closed = False
         example = torch.zeros(2, dtype=torch.int64, device=self.device)
-        self.runtime = Runtime(
-            self.model.model,
-            config,
-            dynamic_dims={"input_ids": {0: "tokens"}, "positions": {0: "tokens"}},
-            example_inputs={"input_ids": example, "positions": example.clone()},
-        )
+        with self._own_dtype():
+            self.runtime = Runtime(
+                self.model.model,
+                config,
+                dynamic_dims={"input_ids": {0: "tokens"}, "positions": {0: "tokens"}},
+                example_inputs={"input_ids": example, "positions": example.clone()},
+            )
 
     def add_request(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, request_id: str | None = None
@@ -181,9 +185,9 @@ class LLMEngine:
         Raises:
             InputError: as from `add_request`, before anything runs.
         """
-        if isinstance(prompts, str):
+        if isinstance(prompts, (str, bytes)):
             raise InputError("prompts: expected a list of prompts, got one text; put it into a list")
-        listed: list[str | Sequence[int]] = [*prompts]
+        listed: list[str | Sequence[int]] = _listed("prompts", prompts)
         each = _params_for(params, len(listed))
         owner = object()
         with self._lock:
@@ -266,6 +270,8 @@ class LLMEngine:
     def _new_id(self, asked: str | None) -> str:
         if asked is None:
             return next(name for name in map("request-{}".format, self._numbers) if name not in self._requests)
+        if not isinstance(asked, str):
+            raise InputError(f"request_id: expected a text, got {asked!r}; make it one with str(...)")
         if asked in self._requests:
             raise InputError(f"request_id: expected one that no request has, got {asked!r}; choose another")
         return asked
@@ -288,13 +294,14 @@ class LLMEngine:
         if schedule is None:
             return
         step = step_inputs(schedule.chunks, block_size=self._blocks.block_size, device=self.device)
-        hidden = self.runtime.run(schedule.phase, step.inputs, context=step.context)
         ready = [chunk.request for chunk in schedule.chunks if chunk.is_last]
         tokens = []
-        if ready:
-            draws = [Draw(params=request.params, place=len(request.token_ids)) for request in ready]
-            with torch.inference_mode():
-                tokens = self._sampler.sample(self.model.logits(hidden[step.last_rows]), draws)
+        with self._own_dtype():
+            hidden = self.runtime.run(schedule.phase, step.inputs, context=step.context)
+            if ready:
+                draws = [Draw(params=request.params, place=len(request.token_ids)) for request in ready]
+                with torch.inference_mode():
+                    tokens = self._sampler.sample(self.model.logits(hidden[step.last_rows]), draws)
         for request, (token, logprobs) in zip(ready, tokens, strict=True):
             request.add(token, logprobs)
             self._unread[request.request_id] = request
@@ -302,6 +309,10 @@ class LLMEngine:
                 self._scheduler.remove(request)
         for chunk in schedule.chunks:
             chunk.request.num_computed += chunk.num_tokens
+
+    def _own_dtype(self) -> torch.autocast:
+        """Inside, an autocast of the caller is off: weights and cache are of one dtype, and so is what runs."""
+        return torch.autocast(self.device.type, enabled=False)
 
     def _drop(self, request: Request) -> None:
         """Forgets a request, wherever it is; nobody is told of it any more."""
@@ -322,7 +333,13 @@ class LLMEngine:
 def _params_for(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    listed = list(params)
+    listed = _listed("params", params)
     if len(listed) != count:
         raise InputError(f"params: expected one for each of {count} prompts, got {len(listed)}; give one, or one each")
     return listed
+
+
+def _listed(name: str, values: Iterable[T]) -> list[T]:
+    if not isinstance(values, Iterable) or isinstance(values, Mapping):
+        raise InputError(f"{name}: expected a list, got {type(values).__name__}; put it into a list")
+    return list(values)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from typing import SupportsIndex
 
 from ...errors import InputError
 from .block_manager import BlockManager
@@ -79,20 +81,29 @@ class Intake:
             )
 
     def _token_ids(self, prompt: str | Sequence[int], where: str) -> list[int]:
+        if isinstance(prompt, (bytes, bytearray)):
+            raise InputError(f"{where}: expected a text or a list of token ids, got {prompt!r}; decode the bytes first")
         if not isinstance(prompt, Sequence):
             raise InputError(f"{where}: expected a text or a list of token ids, got {prompt!r}; put ids into a list")
-        # An empty text may still have a token, the one that the tokenizer puts at the start of every text.
-        token_ids = (self._tokenizer.encode(prompt) if prompt else []) if isinstance(prompt, str) else list(prompt)
+        token_ids = self._encode(prompt, where) if isinstance(prompt, str) else list(prompt)
         if not token_ids:
             raise InputError(f"{where}: expected one token or more, got an empty prompt; write something there")
         vocab_size = self._config.vocab_size
-        unknown = [t for t in token_ids if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab_size]
+        unknown = [token for token in token_ids if not _is_id(token, vocab_size)]
         if unknown:
             raise InputError(
                 f"{where}: expected token ids from 0 to {vocab_size - 1}, got {unknown[0]!r}; use the tokenizer "
                 f"of this checkpoint"
             )
-        return token_ids
+        return [operator.index(token) for token in token_ids]
+
+    def _encode(self, text: str, where: str) -> list[int]:
+        # An empty text may still have a token, the one that the tokenizer puts at the start of every text.
+        if not text:
+            return []
+        if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+            raise InputError(f"{where}: expected a text, got half of a surrogate pair in {text!r}; decode it as UTF-8")
+        return self._tokenizer.encode(text)
 
     def _can_be_raised(self, num_tokens: int) -> str:
         limit = self._config.max_position_embeddings
@@ -107,3 +118,13 @@ class Intake:
                 f"{self._blocks.block_size} in the KV cache, which has {self._blocks.num_blocks}; raise num_blocks, "
                 f"shorten the prompt or ask for fewer tokens"
             )
+
+
+def _is_id(token: SupportsIndex, vocab_size: int) -> bool:
+    """Whether it is an integer, of Python or of another library, that the model has a row for."""
+    if isinstance(token, bool) or not hasattr(token, "__index__"):
+        return False
+    try:
+        return 0 <= operator.index(token) < vocab_size
+    except TypeError:  # a tensor has the method, whatever is in it
+        return False

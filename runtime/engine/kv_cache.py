@@ -31,11 +31,12 @@ def allocate_kv_cache(model: torch.nn.Module, config: ModelConfig, *, num_blocks
             for layer in layers:
                 layer.k_cache = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
                 layer.v_cache = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, TypeError) as error:  # TypeError: a size that no 64 bits hold
         num_bytes = 2 * len(layers) * math.prod(shape) * parameter.element_size()
         raise ConfigError(
             f"num_blocks, block_size: expected a KV cache that fits into the memory of {parameter.device}, got "
-            f"{num_blocks} blocks of {block_size} tokens, {num_bytes} bytes; lower one of them"
+            f"{num_blocks} blocks of {block_size} tokens, {num_bytes} bytes; lower one of them, or max_model_len if "
+            f"num_blocks was left out"
         ) from error
 
 

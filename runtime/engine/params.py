@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,7 +46,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _check_int("max_new_tokens", self.max_new_tokens, least=1)
-        _check_number("temperature", self.temperature, "0 or more", lambda value: 0 <= value < math.inf)
+        # No float holds a longer integer, and a step that failed of it would fail again and again.
+        _check_number("temperature", self.temperature, "0 or more", lambda value: 0 <= value <= sys.float_info.max)
         _check_int("top_k", self.top_k, least=0)
         _check_number("top_p", self.top_p, "more than 0 and at most 1", lambda value: 0 < value <= 1)
         if self.seed is not None:

@@ -106,4 +106,6 @@ class Request:
     def _finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         if self.stop_strings.matched is None:
             self.text += self.stop_strings.add(self.detokenizer.flush()) + self.stop_strings.flush()
+            if reason == "length" and self.stop_strings.matched is not None:  # the last bytes were the rest of one
+                reason, stop_reason = "stop", self.stop_strings.matched
         self.finish_reason, self.stop_reason = reason, stop_reason

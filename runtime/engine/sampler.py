@@ -55,7 +55,7 @@ class Sampler:
         probabilities, token_ids = distribution(
             logits,
             temperature=column([draw.params.temperature for draw in draws]),
-            top_k=column([draw.params.top_k for draw in draws]),
+            top_k=column([min(draw.params.top_k, logits.shape[-1]) for draw in draws]),
             top_p=column([draw.params.top_p for draw in draws]),
         )
         summed = probabilities.cumsum(-1)
@@ -110,8 +110,10 @@ def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, counts: Sequence[int |
     logprobs = logits[rows].float().log_softmax(-1)
     chosen_ids = tokens[rows]
     chosen = logprobs.gather(-1, chosen_ids.unsqueeze(-1)).squeeze(-1).tolist()
-    best = logprobs.topk(max(count for count in counts if count is not None), dim=-1)
-    best_ids, best_values = best.indices.tolist(), best.values.tolist()
+    # Of equal logits, which bfloat16 often has, the first id is the first, as it is for argmax; topk takes any.
+    best = logits[rows].sort(dim=-1, descending=True, stable=True).indices
+    best = best[:, : max(count for count in counts if count is not None)]
+    best_ids, best_values = best.tolist(), logprobs.gather(-1, best).tolist()
     for i, (row, token) in enumerate(zip(asked, chosen_ids.tolist(), strict=True)):
         count = counts[row]
         top = tuple(zip(best_ids[i][:count], best_values[i][:count], strict=True))

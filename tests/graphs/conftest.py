@@ -16,5 +16,5 @@ def registry_snapshot() -> Iterator[set[OpOverload]]:
     added: set[OpOverload] = set()
     yield added
     for op in added:
-        registry._REGISTRY.ops.pop(op, None)
-        registry._REGISTRY.matched.pop(op, None)
+        registry.REGISTRY.ops.pop(op, None)
+        registry.REGISTRY.matched.pop(op, None)

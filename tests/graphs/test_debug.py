@@ -9,7 +9,7 @@ import torch
 from torch.testing._internal.optests.generate_tests import OpCheckError
 
 from piecework.graphs.debug import MutationWitness
-from piecework.ops.registry import split_op
+from piecework.ops.split_op import split_op
 
 from .toys import Fn, accumulate, applied, assert_same, make_program, run, run_eager
 

@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Interpreter
 
 from piecework.errors import RegistrationError, TraceError
 from piecework.graphs.split import SplitGraph, split
-from piecework.ops.registry import split_op
+from piecework.ops.split_op import split_op
 
 from .toys import (
     CALLS,

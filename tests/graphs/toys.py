@@ -17,7 +17,7 @@ from piecework.graphs.program import Program
 from piecework.graphs.recorder import NullRecorder
 from piecework.graphs.stitched import PiecewiseGraph
 from piecework.graphs.trace import Traced, trace
-from piecework.ops.registry import split_op
+from piecework.ops.split_op import split_op
 from piecework.phases import Compiler
 
 TOKENS_FIRST: Mapping[str, Mapping[int, str]] = {"x": {0: "tokens"}}

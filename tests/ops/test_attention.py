@@ -14,7 +14,7 @@ from piecework.errors import ContextError, InputError, NotAvailableError
 from piecework.ops import attention
 from piecework.ops.attention import AttentionContext, AttentionSpec, choose_implementation, paged_attention
 from piecework.ops.context import use_context
-from piecework.ops.registry import split_op
+from piecework.ops.split_op import split_op
 
 HEAD_SIZE = 8
 

@@ -11,7 +11,7 @@ import torch
 
 from piecework.errors import ContextError
 from piecework.ops.context import context_field, get_context, padded_fields, use_context
-from piecework.ops.registry import split_op
+from piecework.ops.split_op import split_op
 
 
 @dataclasses.dataclass

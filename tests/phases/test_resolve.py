@@ -59,12 +59,17 @@ def test_the_first_preferred_backend_that_is_built_wins() -> None:
 
 def test_reasons_on_a_device_that_cannot_capture() -> None:
     cpu = resolve(GraphConfig(), device_type="cpu", cuda_available=True, not_built=EVERYTHING)
+    why = "the model is on cpu, where auto captures only if capture_device says tape"
     assert cpu.reasons == (
         "capture_device: auto -> tape (the model is on cpu)",
-        "prefill.backend: auto -> disabled (breakable: the model is on cpu, and capture_device is not tape)",
-        "decode.backend: auto -> disabled (full: the model is on cpu, and capture_device is not tape)",
+        f"prefill.backend: auto -> disabled (breakable: {why})",
+        f"decode.backend: auto -> disabled (full: {why})",
     )
     lost = resolve(GraphConfig(), device_type="cuda", not_built=EVERYTHING)
+    [capture, *_] = resolve(GraphConfig(), device_type="cpu").reasons  # in this build capture_device="tape" is refused
+    assert capture == (
+        "capture_device: auto -> tape (the model is on cpu; it is not available in this build, so nothing captures)"
+    )
     assert lost.reasons[0] == "capture_device: auto -> tape (the model is on cuda, which is not available)"
 
 

@@ -185,7 +185,10 @@ def test_generate_takes_dtype_and_cache_size(model: Path) -> None:
 def test_a_fallback_is_one_line_on_stderr(model: Path) -> None:
     words = ["generate", "--model", model, "--device", "cpu", "--prompt", PROMPTS[0]]
     code, _, err = run(*words, "--cuda-graph-bs-prefill", 1)
-    assert (code, err) == (0, "piecework: above the ladder\n")
+    assert (code, err) == (0, "")  # the eager forward has no ladder
+    code, _, err = run(*words, "--cuda-graph-bs-prefill", 1, "--cuda-graph-tc-compiler", "aot_eager")
+    told = "piecework: above the ladder (phase: prefill, last_bucket: 1)"
+    assert (code, other_than_progress(err)) == (0, [told])
     logger = logging.getLogger("piecework")
     assert (logger.handlers, logger.propagate) == ([], True)
 

@@ -27,7 +27,7 @@ def change_config(directory: Path, **changes: Any) -> None:
         ({"dtype": torch.int8}, "dtype: expected auto or one of"),
         ({"device": "abacus"}, "device: expected cpu, cuda or cuda:N, got 'abacus'"),
         ({"device": torch.device("meta")}, "device: expected cpu, cuda or cuda:N, got 'meta'"),
-        ({"device": "cuda:99"}, "device: expected one of .* CUDA devices, got cuda:99"),
+        ({"device": "cuda:99"}, "device: expected (one of .* CUDA devices|cpu, since there is no .*), got cuda:99"),
         ({"block_size": 0}, "block_size: expected a positive integer, got 0"),
         ({"num_blocks": -1}, "num_blocks: expected a positive integer, got -1"),
         ({"max_model_len": 1.5}, "max_model_len: expected a positive integer, got 1.5"),
@@ -54,6 +54,27 @@ def test_bad_arguments_are_refused_before_weights_are_read(
     monkeypatch.setattr("piecework.runtime.engine.engine.load_weights", never)
     with pytest.raises(ConfigError, match=message):
         LLMEngine(checkpoint, **{"device": "cpu"} | arguments)
+
+
+@pytest.mark.parametrize(("cuda", "built"), [("12.9", "built for CUDA 12.9"), (None, "built without CUDA")])
+def test_cuda_without_a_gpu_says_what_is_there(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, cuda: str | None, built: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    with pytest.raises(ConfigError) as caught:
+        LLMEngine(checkpoint, device="cuda")
+    assert str(caught.value) == (
+        f"device: expected cpu, since there is no CUDA device here (torch {torch.__version__}, {built}), got cuda; "
+        f"use cpu, or install a torch and a driver that find the GPU"
+    )
+
+
+def test_an_index_beyond_the_gpus_says_how_many_there_are(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="device: expected one of 2 CUDA devices, got cuda:2; use cpu or another"):
+        LLMEngine(checkpoint, device="cuda:2")
 
 
 def test_limits_that_are_left_open(checkpoint: Path) -> None:

@@ -85,6 +85,15 @@ def test_an_answer_continues_its_prompt(tokenizer: Tokenizer, prompt: str, answe
     assert "".join(map(detokenizer.add, ids)) + detokenizer.flush() == answer
 
 
+@pytest.mark.parametrize("prompt", ["�", "a�", "��", "🌊�"])
+@pytest.mark.parametrize("answer", ["b", "🌊", "�", "é�"])
+def test_a_prompt_keeps_its_own_replacement_character(tokenizer: Tokenizer, prompt: str, answer: str) -> None:
+    # The character itself in the prompt, and bytes that were cut in the middle of one.
+    for ids in (tokenizer.encode(prompt)[1:], tokenizer.encode("🌊")[1:3]):
+        detokenizer = Detokenizer(tokenizer.decode, ids)
+        assert "".join(map(detokenizer.add, tokenizer.encode(answer)[1:])) + detokenizer.flush() == answer
+
+
 def test_an_answer_completes_the_character_that_its_prompt_began(tokenizer: Tokenizer) -> None:
     wave = tokenizer.encode("🌊")[1:]
     detokenizer = Detokenizer(tokenizer.decode, wave[:2])
@@ -96,6 +105,20 @@ def test_the_space_of_a_first_word_stays(sentencepiece: Callable[[Sequence[int]]
     assert sentencepiece([a, b]) == "a b"  # the library drops the first space
     detokenizer = Detokenizer(sentencepiece, [a])
     assert [detokenizer.add(token) for token in [b, *euro, a]] == [" b", "", "", "€", " a"]
+
+
+def test_tokens_without_text_do_not_fill_the_window(sentencepiece: Callable[[Sequence[int]], str]) -> None:
+    a, special, byte, lengths = 260, 999, 1 + 0xE2, []
+
+    def decode(ids: Sequence[int]) -> str:
+        lengths.append(len(ids))
+        return sentencepiece(ids)
+
+    for prompt, before in (((a,), []), ((), []), ((a,), [byte]), ((), [259])):  # 259 is a space
+        detokenizer = Detokenizer(decode, prompt)
+        added = [detokenizer.add(token) for token in [*before, *[special] * 100, a]]
+        assert "".join(added) == sentencepiece([*prompt, *before, a])[len(prompt) :]
+    assert max(lengths) == 3
 
 
 def test_a_window_of_special_tokens_does_not_hide_a_space(sentencepiece: Callable[[Sequence[int]], str]) -> None:

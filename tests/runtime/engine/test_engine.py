@@ -151,6 +151,25 @@ def test_prompts_may_be_token_ids(engine: LLMEngine) -> None:
         assert from_text.text == engine.tokenizer.decode(from_text.token_ids)
 
 
+@pytest.mark.parametrize("startup", ["lazy", "eager"])
+def test_the_callers_autocast_is_none_of_the_engines(checkpoint: Path, startup: str, engine: LLMEngine) -> None:
+    expected = engine.generate(PROMPTS, GREEDY)
+    phase = PhaseConfig(compiler="aot_eager", buckets=(64,))
+    graphs = GraphConfig(prefill=phase, decode=phase, startup=startup)
+    with torch.autocast("cpu", dtype=torch.bfloat16), LLMEngine(checkpoint, graphs, device="cpu") as other:
+        outputs = other.generate(PROMPTS, GREEDY)
+        traces = other.runtime.counters.as_dict()["traces"]
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
+    assert traces == 1
+
+
+def test_token_ids_may_be_integers_of_another_library(engine: LLMEngine) -> None:
+    expected, got = engine.generate([[3, 40], list(torch.tensor([3, 40]))], GREEDY)
+    assert got.prompt_token_ids == (3, 40)
+    assert all(type(token) is int for token in got.prompt_token_ids)
+    assert got.token_ids == expected.token_ids
+
+
 def test_each_prompt_may_have_its_own_params(engine: LLMEngine) -> None:
     each = [SamplingParams(max_new_tokens=n) for n in (3, 1, 5, 2)]
     outputs = engine.generate(PROMPTS, each)
@@ -296,7 +315,13 @@ def test_an_answer_ends_where_the_context_ends(checkpoint: Path, reference: Any)
         ([[True]], {}, "expected token ids from 0 to 511, got True"),
         ([["a"]], {}, "expected token ids from 0 to 511, got 'a'"),
         ([3, 4], {}, "prompt 0: expected a text or a list of token ids, got 3; put ids into a list"),
+        ([b"fine"], {}, "prompt 0: expected a text or a list of token ids, got b'fine'; decode the bytes first"),
+        (["a\ud800b"], {}, "prompt 0: expected a text, got half of a surrogate pair in 'a.ud800b'; decode it as UTF-8"),
+        ([[torch.tensor(1.0)]], {}, "prompt 0: expected token ids from 0 to 511, got tensor"),
         ("fine", {}, "expected a list of prompts, got one text"),
+        (b"fine", {}, "expected a list of prompts, got one text"),
+        (None, {}, "prompts: expected a list, got NoneType; put it into a list"),
+        ({"fine": 1}, {}, "prompts: expected a list, got dict; put it into a list"),
         (
             [[40] * 20],
             {},
@@ -318,6 +343,8 @@ def test_bad_requests_are_refused_before_anything_runs(
         assert len(engine.generate(["fine"], SamplingParams(max_new_tokens=2))[0].token_ids) == 2
         with pytest.raises(InputError, match=r"params: expected SamplingParams, got int; make SamplingParams\(...\)"):
             engine.generate(["fine"], [4])
+        with pytest.raises(InputError, match="params: expected a list, got int; put it into a list"):
+            engine.generate(["fine"], 4)
 
 
 def test_without_a_directory_it_takes_the_model_of_the_package(

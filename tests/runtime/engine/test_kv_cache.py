@@ -39,11 +39,14 @@ def test_every_layer_has_its_own_cache(model: torch.nn.Module, config: ModelConf
     assert not any(name.endswith("_cache") for name in model.state_dict())
 
 
-def test_a_cache_that_does_not_fit_says_how_large_it_is(model: torch.nn.Module, config: ModelConfig) -> None:
+@pytest.mark.parametrize("num_blocks", [2**50, 2**62, 2**70])
+def test_a_cache_that_does_not_fit_says_how_large_it_is(
+    model: torch.nn.Module, config: ModelConfig, num_blocks: int
+) -> None:
     # K and V of 3 layers of 2 heads of 16 elements of 2 bytes: 384 bytes a token.
-    message = rf"memory of cpu, got {2**50} blocks of 4 tokens, {2**50 * 4 * 384} bytes; lower one of them"
+    message = rf"memory of cpu, got {num_blocks} blocks of 4 tokens, {num_blocks * 4 * 384} bytes; lower one of them"
     with pytest.raises(ConfigError, match=message):
-        allocate_kv_cache(model, config, num_blocks=2**50, block_size=4)
+        allocate_kv_cache(model, config, num_blocks=num_blocks, block_size=4)
 
 
 def test_default_size(model: torch.nn.Module, config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,7 @@ def test_the_ends_of_the_ranges_belong_to_them(values: dict[str, Any]) -> None:
         ({"temperature": -0.1}, "temperature: expected 0 or more, got -0.1; use a number in this range"),
         ({"temperature": math.nan}, "temperature: expected 0 or more, got nan"),
         ({"temperature": math.inf}, "temperature: expected 0 or more, got inf"),
+        ({"temperature": 10**400}, "temperature: expected 0 or more, got 1000"),
         ({"temperature": "1"}, "temperature: expected 0 or more, got '1'"),
         ({"top_k": -1}, "top_k: expected 0 or more, got -1"),
         ({"top_k": 2.0}, "top_k: expected 0 or more, got 2.0"),

@@ -90,6 +90,8 @@ def test_two_requests_of_one_id(engine: LLMEngine) -> None:
     engine.add_request(PROMPTS[0], request_id="same")
     with pytest.raises(InputError, match="request_id: expected one that no request has, got 'same'; choose another"):
         engine.add_request(PROMPTS[1], request_id="same")
+    with pytest.raises(InputError, match=r"request_id: expected a text, got 5; make it one with str\(\.\.\.\)"):
+        engine.add_request(PROMPTS[1], request_id=5)  # type: ignore[arg-type]
     assert list(finish(engine)) == ["same"]
     engine.add_request(PROMPTS[1], SamplingParams(max_new_tokens=1), request_id="same")  # it is free again
     assert len(finish(engine)["same"]) == 1
@@ -183,6 +185,19 @@ def test_a_stop_string_in_the_last_token_is_a_stop(engine: LLMEngine) -> None:
     [plain] = engine.generate(PROMPTS[3:], SamplingParams(max_new_tokens=5))
     [stopped] = engine.generate(PROMPTS[3:], SamplingParams(max_new_tokens=5, stop=[plain.text[-1]]))
     assert (stopped.finish_reason, stopped.text) == ("stop", plain.text[: plain.text.index(plain.text[-1])])
+
+
+def test_a_stop_string_in_the_bytes_that_are_left_is_a_stop(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = engine.tokenizer.encode("a🌊")[1:-1]  # the last character never becomes whole
+    spelled = iter(tokens)
+
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(torch.tensor([next(spelled)]), 512).float()
+
+    monkeypatch.setattr(engine.model, "logits", logits)
+    params = SamplingParams(max_new_tokens=len(tokens), stop=["\ufffd"])
+    [output] = engine.generate(PROMPTS[:1], params)
+    assert (output.text, output.finish_reason, output.stop_reason) == ("a", "stop", "\ufffd")
 
 
 def test_streamed_text_has_no_half_characters(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,10 @@ def test_top_p_keeps_the_token_that_reaches_it(top_p: float, support: int) -> No
     assert set(draws(400, top_p=top_p)) == set(kept)
 
 
+def test_a_top_k_that_no_float_holds_is_all() -> None:
+    assert draws(100, top_k=10**400) == draws(100, top_k=0)
+
+
 def test_top_p_counts_within_what_top_k_left() -> None:
     # 0.4 and 0.3 of 0.85 are 0.47 and 0.82.
     assert (of_row(LOGITS, top_k=3, top_p=0.8) > 0).nonzero().flatten().tolist() == [1, 4]
@@ -126,6 +130,13 @@ def test_temperature_0_takes_the_likeliest_and_a_tiny_one_too() -> None:
     assert set(draws(50, logits, temperature=0.0)) == {1}
     assert set(draws(50, logits, temperature=1e-300)) == {1}
     assert set(draws(50, torch.tensor([-torch.inf, 0.0, -torch.inf]), temperature=5.0)) == {1}
+
+
+def test_of_equal_logits_the_first_is_both_taken_and_the_likeliest() -> None:
+    logits = torch.zeros(1, 4096).index_fill(1, torch.tensor([7, 100, 2000, 4095]), 5.0)
+    [(token, logprobs)] = Sampler().sample(logits, [Draw(params=SamplingParams(logprobs=5), place=0)])
+    assert logprobs is not None
+    assert (token, [token for token, _ in logprobs.top]) == (7, [7, 100, 2000, 4095, 0])
 
 
 def test_a_number_close_to_1_draws_the_last_token_that_can_be(monkeypatch: pytest.MonkeyPatch) -> None:

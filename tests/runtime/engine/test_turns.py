@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -60,3 +64,34 @@ def test_only_one_at_a_time_also_after_an_error() -> None:
     for thread in threads:
         thread.join()
     assert (inside, most) == (0, 1)
+
+
+def test_an_interrupt_leaves_it_free() -> None:
+    # Whatever runs Python code between the two ends of a `with` can be interrupted before each of its lines.
+    turns, interrupted, places = Turns(), 0, itertools.count()
+    code = {function.__code__ for function in vars(Turns).values() if hasattr(function, "__code__")}
+
+    for place in places:
+        seen = itertools.count()
+
+        def interrupt(frame: Any, event: str, arg: object, place: int = place, seen: Any = seen) -> Any:
+            if frame.f_code in code and event in ("call", "line") and next(seen) == place:
+                raise KeyboardInterrupt
+            return interrupt if frame.f_code in code else None
+
+        before = sys.gettrace()
+        try:
+            sys.settrace(interrupt)
+            with turns:
+                pass
+        except KeyboardInterrupt:
+            interrupted += 1
+        finally:
+            sys.settrace(before)
+        # Another thread: the lock would let this one in again.
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(turns.acquire, timeout=0).result(), f"held after an interrupt at place {place}"
+            other.submit(turns.release).result()
+        if next(seen) <= place:
+            break
+    assert interrupted >= 4

@@ -1,0 +1,283 @@
+"""`@split_op`: defines an operator and registers it as a split op, in one step.
+
+The operator is defined with `Library.define` and `Library.impl`, whose calls cost a tenth of a
+`torch.library.custom_op`'s.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import keyword
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+
+from ..errors import RegistrationError
+from . import registry
+from .registry import SplitOp
+
+
+class _SplitOpDecorator:
+    """The type of `split_op`; see `__call__` and `register`."""
+
+    def __call__(
+        self,
+        function: Callable[..., Any] | None = None,
+        *,
+        mutates_args: Sequence[str] | None = None,
+        name: str | None = None,
+        fake: Callable[..., Any] | None = None,
+    ) -> Callable[[Callable[..., Any]], OpOverload]:
+        """Defines an operator whose body is the decorated function, and cuts every graph at its calls.
+
+        The function's type annotations give the schema. The decorated name becomes the operator, which is what the
+        model calls. The body is opaque to Dynamo: it may read `get_context()` and launch any kernel.
+
+        Args:
+            mutates_args: names of every tensor argument that the body writes to; `()` for a functional operator. A
+                write that is not declared here makes wrong programs; check with `torch.library.opcheck`.
+            name: `op` or `namespace::op`; by default the function's name in its top-level package's namespace.
+            fake: computes the outputs' shapes, dtypes and strides from fake tensors. Needed when anything is
+                returned; an operator that only mutates gets one that returns nothing.
+
+        Raises:
+            RegistrationError: the definition breaks one of the rules above, or the name is taken.
+        """
+        if function is not None or mutates_args is None:
+            where = _where(function) if function is not None else _caller_location()
+            raise RegistrationError(
+                f"{where}: split_op takes keyword arguments, and mutates_args must be one of them; "
+                f'write @split_op(mutates_args=("out",)), or mutates_args=() for a functional operator'
+            )
+        return lambda body: _define(body, mutates_args=mutates_args, name=name, fake=fake)
+
+    def register(self, name: str) -> OpOverload:
+        """Makes an operator that somebody else defined, `namespace::op` or `namespace::op.overload`, a split op.
+
+        Raises:
+            RegistrationError: there is no such operator, the overload is ambiguous, it returns an argument that it
+                mutates, or another place registered it before.
+        """
+        location = _caller_location()
+        op = _existing_overload(name, location)
+        for returned in op._schema.returns:
+            if returned.alias_info is not None and returned.alias_info.is_write:
+                raise RegistrationError(
+                    f"{location}: {name} returns an argument that it mutates ({op._schema}); a split op must return "
+                    f"nothing that it mutates, so register an overload that does not, or wrap it with @split_op"
+                )
+        with registry.REGISTRY.lock:
+            known = registry.REGISTRY.ops.get(op)
+            if known is not None and known.location != location:
+                raise _taken(known, location)
+            registry.REGISTRY.add(op, location)
+        return op
+
+
+split_op = _SplitOpDecorator()
+
+
+def _define(
+    body: Callable[..., Any], *, mutates_args: Sequence[str], name: str | None, fake: Callable[..., Any] | None
+) -> OpOverload:
+    location = _where(body)
+    if not inspect.isfunction(body):
+        raise RegistrationError(
+            f"{location}: expected a function, got a {type(body).__name__}; write a function around it, whose "
+            f"annotations give the schema"
+        )
+    qualified = _qualified_name(body, name, location)
+    schema = _schema(body, mutates_args, qualified, location)
+    namespace, _, opname = qualified.partition("::")
+    with registry.REGISTRY.lock:
+        same = _defined_before(qualified, body)
+        if same is not None:
+            return same
+        _make_room(qualified, location, body)
+        library = torch.library.Library(namespace, "FRAGMENT")
+        library.define(f"{opname}{schema}")
+        op: OpOverload = getattr(getattr(torch.ops, namespace), opname).default
+        if op._schema.returns and fake is None:
+            library._destroy()
+            raise RegistrationError(
+                f"{location}: {qualified} returns {_returns(op)} and has no fake; pass fake=..., a function of the "
+                f"same arguments that returns empty tensors of the right shape, dtype and strides"
+            )
+        library.impl(opname, body, "CompositeExplicitAutograd")
+        torch.library.register_fake(qualified, fake if fake is not None else _returns_nothing, lib=library)
+        registry.REGISTRY.libraries[qualified] = library
+        registry.REGISTRY.bodies[qualified] = body
+        registry.REGISTRY.add(op, location)
+    return op
+
+
+def _defined_before(qualified: str, body: Callable[..., Any]) -> OpOverload | None:
+    """The operator that a factory called twice made of the same lines the first time: the two are one."""
+    known, before = registry.REGISTRY.find(qualified), registry.REGISTRY.bodies.get(qualified)
+    if known is None or before is None or before.__code__ is not body.__code__ or body.__closure__:
+        return None
+    return known[0] if before.__defaults__ == body.__defaults__ else None
+
+
+def _make_room(qualified: str, location: str, body: Callable[..., Any]) -> None:
+    """Frees the name when the same place defines it again (a reload); raises when it belongs to somebody else."""
+    known = registry.REGISTRY.find(qualified)
+    if known is not None and known[1].location == location and qualified in registry.REGISTRY.libraries:
+        # A reload compiles the body again; a factory called twice does not, and its first operator lives on.
+        if body.__closure__ and registry.REGISTRY.bodies[qualified].__code__ is body.__code__:
+            raise RegistrationError(
+                f"{location}: these lines defined {qualified} before, with other values of "
+                f"{', '.join(body.__code__.co_freevars)}; both would run the last one, so give each its own name=..."
+            )
+        del registry.REGISTRY.ops[known[0]]
+        registry.REGISTRY.matched.pop(known[0], None)
+        registry.REGISTRY.libraries.pop(qualified)._destroy()
+    elif known is not None:
+        raise _taken(known[1], location)
+    elif torch._C._dispatch_has_kernel(qualified) or _operator_exists(qualified):
+        raise RegistrationError(
+            f'{location}: the operator {qualified} exists already; use split_op.register("{qualified}") to cut at it, '
+            f"or pass another name=..."
+        )
+
+
+def _operator_exists(qualified: str) -> bool:
+    namespace, _, opname = qualified.partition("::")
+    return hasattr(getattr(torch.ops, namespace), opname)
+
+
+def _qualified_name(body: Callable[..., Any], name: str | None, location: str) -> str:
+    namespace = body.__module__.partition(".")[0].strip("_") or "main"
+    qualified = name if name is not None and "::" in name else f"{namespace}::{name or body.__name__}"
+    left, _, right = qualified.partition("::")
+    if not all(part.isidentifier() and part.isascii() and not keyword.iskeyword(part) for part in (left, right)):
+        raise RegistrationError(
+            f"{location}: name: expected `op` or `namespace::op` made of identifiers, got {qualified!r}; "
+            f"pass such a name=..."
+        )
+    return qualified
+
+
+def _schema(body: Callable[..., Any], mutates_args: Sequence[str], qualified: str, location: str) -> str:
+    """The inferred schema `(args) -> returns`, after the checks that a schema alone cannot make."""
+    if isinstance(mutates_args, str):
+        advice = (
+            "list the arguments that it writes to; an operator that may write anything cannot be cut at safely"
+            if mutates_args == "unknown"
+            else f'write mutates_args=("{mutates_args}",)'
+        )
+        raise RegistrationError(
+            f"{location}: mutates_args: expected a sequence of argument names, got {mutates_args!r}; {advice}"
+        )
+    parameters = inspect.signature(body).parameters
+    missing = [arg for arg in mutates_args if arg not in parameters]
+    if missing:
+        raise RegistrationError(
+            f"{location}: mutates_args names {', '.join(missing)}, which {qualified} does not take; "
+            f"its arguments are {', '.join(parameters)}"
+        )
+    returned = [arg for arg in mutates_args if arg in _returned_names(body)]
+    if returned:
+        raise RegistrationError(
+            f"{location}: {qualified} returns {', '.join(returned)}, which it mutates; return nothing "
+            f"(the caller has the tensor), or return a new tensor and do not mutate"
+        )
+    try:
+        # A mutated argument that is no tensor fails here too.
+        return torch.library.infer_schema(body, mutates_args=tuple(mutates_args))
+    except (ValueError, RuntimeError) as error:
+        raise RegistrationError(
+            f"{location}: no schema can be inferred for {qualified}: {str(error).strip()}; annotate every argument and "
+            f"the result with types that torch.library.infer_schema accepts, and mutate tensors only"
+        ) from error
+
+
+def _returned_names(body: Callable[..., Any]) -> set[str]:
+    """Names that a `return` of the function plainly hands back. Empty when there is no source to read.
+
+    What takes another way (`y = out; return y`) is not seen here; `torch.library.opcheck` finds it.
+    """
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(body)))
+    except (OSError, TypeError, SyntaxError):
+        return set()
+    names: set[str] = set()
+    for function in ast.iter_child_nodes(tree):
+        for node in _own_nodes(function):
+            if isinstance(node, ast.Return) and node.value is not None:
+                names.update(_handed_back(node.value))
+    return names
+
+
+def _handed_back(value: ast.expr) -> set[str]:
+    if isinstance(value, ast.Name):
+        return {value.id}
+    if isinstance(value, (ast.Tuple, ast.List)):
+        return {name for element in value.elts for name in _handed_back(element)}
+    if isinstance(value, ast.IfExp):
+        return _handed_back(value.body) | _handed_back(value.orelse)
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+        # An in-place method returns what it wrote into.
+        if value.func.attr.endswith("_") and not value.func.attr.endswith("__"):
+            return _handed_back(value.func.value)
+    return set()
+
+
+def _own_nodes(node: ast.AST) -> Iterable[ast.AST]:
+    """The nodes below `node`, without those of nested functions."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
+            yield child
+            yield from _own_nodes(child)
+
+
+def _existing_overload(name: str, location: str) -> OpOverload:
+    qualified, _, overload = name.partition(".")
+    namespace, separator, opname = qualified.partition("::")
+    if not separator or not _operator_exists(qualified):
+        raise RegistrationError(
+            f"{location}: split_op.register: expected an existing operator `namespace::op`, got {name!r}; "
+            f"import the module that defines it first"
+        )
+    packet: OpOverloadPacket = getattr(getattr(torch.ops, namespace), opname)
+    overloads = packet.overloads()
+    wanted: str | Literal[""] = overload or ("default" if "default" in overloads else "")
+    if not wanted and len(overloads) == 1:
+        wanted = overloads[0]
+    if wanted not in overloads:
+        raise RegistrationError(
+            f"{location}: split_op.register({name!r}): expected one of the overloads {', '.join(overloads)}; "
+            f'write "{qualified}.{overloads[0]}"'
+        )
+    op: OpOverload = getattr(packet, wanted)
+    return op
+
+
+def _returns_nothing(*args: object, **kwargs: object) -> None:
+    """The fake of an operator that only mutates."""
+
+
+def _returns(op: OpOverload) -> str:
+    return ", ".join(str(returned.type) for returned in op._schema.returns)
+
+
+def _taken(known: SplitOp, location: str) -> RegistrationError:
+    return RegistrationError(
+        f"{location}: the split op {known.name} was registered at {known.location} already; "
+        f"rename one of them with name=..., or import one module only"
+    )
+
+
+def _where(function: Callable[..., Any]) -> str:
+    code = getattr(function, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else repr(function)
+
+
+def _caller_location() -> str:
+    frame = sys._getframe(2)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
