@@ -108,12 +108,12 @@ def measure(num_layers: int, repeat: int, device: str) -> dict[str, Any]:
 @contextlib.contextmanager
 def no_regions() -> Iterator[None]:
     """Traces are flat inside."""
-    before = trace_module.mark_regions
-    trace_module.mark_regions = lambda model: None
+    before = trace_module.find_regions
+    trace_module.find_regions = lambda model: None
     try:
         yield
     finally:
-        trace_module.mark_regions = before
+        trace_module.find_regions = before
 
 
 def conditions(device: str) -> dict[str, Any]:

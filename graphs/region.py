@@ -1,41 +1,38 @@
 """Repeated layers: traced once where torch can reuse a trace, and inlined again before the graph is split.
 
 Dynamo emits a region (`torch.compiler.nested_compile_region`) as a call of a subgraph, and from torch 2.13 on stamps
-out the calls of further layers without tracing them. What is marked is not the model but a shadow of it: shallow copies
-of the modules on the way to the layers, and of the layers themselves, whose class is a subclass with the marked
-forward. Parameters, buffers and everything below a layer are the model's own, so other threads see nothing of it.
+out the calls of further layers without tracing them.
 
-Note [A reused region is checked]
-A stamp takes another layer's tensors by rewriting Dynamo's sources, and a source that is not rewritten makes a layer
-read the first layer's weights (seen with torch 2.13, where the layer came in as a bound method). So after the trace
-each call must read, where the first call read a tensor of its layer, that very tensor of one other layer, and no two
-calls may be of one layer. A trace that fails this is thrown away, and the model traced flat. Likewise a call that gets
-one tensor twice is no region: stamps of it would take one tensor for two (seen with torch 2.13 and 2.14).
+Note [Which layers share a region]
+torch decides by guards whether a stamp is right, and they have gaps (seen with torch 2.13 and 2.14): objects that
+Dynamo knows from elsewhere (an Enum member, a class, a config that the root reads too), hooks of submodules, `1` and
+`1.0`, the autocast state, and globals that change between two calls. So only layers whose Python state is the same
+share one: plain values by type and value, everything else by identity, in the whole subtree; but integers by type
+alone, since torch's guards do hold for them and many models number their layers. A call under another autocast state,
+or with one tensor as two arguments, is no region, and a trace that changed globals is thrown away. What a stamp reads
+is checked afterwards: see Note [A reused region is checked].
+
+Note [How layers are marked]
+While the model is traced, the layers' class has another `forward`, which calls the region if Dynamo traces a layer that
+belongs to one and is the forward that it was for everybody else: another thread that runs the model notices nothing. A
+marked copy of the model would touch no class, but to code that compares modules a copy is another module.
 """
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import dataclasses
-import itertools
-import operator
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import sympy
 import torch
-from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-
-from .memory import memory, memory_of, tensors_in
-from .mutation import is_mutation
 
 MIN_LAYERS = 4
 """Fewer equal layers than this are traced one by one: a region costs about as much as it saves."""
 
 MAX_VARIANTS = 8
-"""Different traces of one class of layers, after which torch gives up and the model is traced flat."""
+"""Different traces of one region, after which torch gives up and the model is traced flat."""
 
 
 class RegionError(Exception):
@@ -50,96 +47,169 @@ def reuse_is_supported() -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Regions:
-    """A model whose repeated layers are marked, and which layers those are."""
+    """The repeated layers of a model."""
 
-    shadow: torch.nn.Module
-    """To be traced in place of the model."""
-    layers: frozenset[str]
-    """Dotted names of the marked layers."""
+    layers: Mapping[str, torch.nn.Module]
+    """By dotted name."""
+    groups: tuple[tuple[str, ...], ...]
+    """Names of layers that share a region: see Note [Which layers share a region]."""
 
     def locate(self, name: str) -> tuple[str, str]:
-        """The marked layer that a tensor of this dotted name is in, or "", and its name there."""
+        """The layer that a tensor of this dotted name is in, or "", and its name there."""
         parts = name.split(".")
         for i in range(1, len(parts)):
             if (layer := ".".join(parts[:i])) in self.layers:
                 return layer, ".".join(parts[i:])
         return "", name
 
+    @contextlib.contextmanager
+    def marked(self) -> Iterator[None]:
+        """Lets Dynamo trace the layers as regions; see Note [How layers are marked]. The caller holds COMPILE_LOCK."""
+        by_class: dict[type, dict[int, Callable[..., Any]]] = {}
+        for group in self.groups:
+            layer_class = type(self.layers[group[0]])
+            region = _region(layer_class)
+            by_class.setdefault(layer_class, {}).update({id(self.layers[name]): region for name in group})
+        with contextlib.ExitStack() as stack:
+            for layer_class, regions in by_class.items():
+                stack.enter_context(_forward_replaced(layer_class, _forward_once(layer_class, regions)))
+            yield
 
-def mark_regions(model: torch.nn.Module) -> Regions | None:
-    """The model with its repeated layers marked, or None if it has none.
+
+def find_regions(model: torch.nn.Module) -> Regions | None:
+    """The model's repeated layers, or None if it has none.
 
     A layer is repeated if `MIN_LAYERS` children of one module have the same class and the same names, shapes and dtypes
-    of tensors, and modules below. Of nested ones only the outermost are marked.
+    of tensors, and modules below. Of nested ones only the outermost count.
     """
-    layers = frozenset(_repeated(model, ""))
-    return Regions(shadow=_shadow(model, "", layers, {}), layers=layers) if layers else None
+    layers: dict[str, torch.nn.Module] = {}
+    groups: list[tuple[str, ...]] = []
+    for siblings in _repeated(model, ""):
+        layers.update(siblings)
+        by_state: dict[Any, list[str]] = {}
+        for name, layer in siblings.items():
+            by_state.setdefault(_state(layer), []).append(name)
+        groups += [tuple(names) for names in by_state.values() if len(names) > 1]
+    return Regions(layers=layers, groups=tuple(groups)) if layers else None
 
 
-def _repeated(module: torch.nn.Module, prefix: str) -> Iterator[str]:
-    groups: dict[Any, list[str]] = {}
+def _repeated(module: torch.nn.Module, prefix: str) -> Iterator[dict[str, torch.nn.Module]]:
+    alike: dict[Any, dict[str, torch.nn.Module]] = {}
     for name, child in module._modules.items():
         if child is not None:
-            groups.setdefault(_structure(child), []).append(name)
-    for structure, names in groups.items():
-        for name in names:
-            path = f"{prefix}{name}"
-            if structure is not None and len(names) >= MIN_LAYERS:
-                yield path
-            else:
-                child = module._modules[name]
-                assert child is not None
-                yield from _repeated(child, f"{path}.")
+            alike.setdefault(_structure(child), {})[f"{prefix}{name}"] = child
+    for structure, siblings in alike.items():
+        if structure is not None and len({id(layer) for layer in siblings.values()}) >= MIN_LAYERS:
+            yield siblings
+        else:
+            for name, child in siblings.items():
+                yield from _repeated(child, f"{name}.")
 
 
 def _structure(layer: torch.nn.Module) -> Any:
     """What repeated layers have in common; None for a module that is no layer."""
-    forward = type(layer).__dict__.get("forward", getattr(type(layer), "forward", None))
-    if not layer._modules or not isinstance(forward, types.FunctionType) or "forward" in layer.__dict__:
-        return None
-    if isinstance(layer, (torch.jit.ScriptModule, torch.nn.ModuleList, torch.nn.ModuleDict)):
+    forward = getattr(type(layer), "forward", None)
+    if not layer._modules or not isinstance(forward, types.FunctionType) or _is_torchs(type(layer)):
         return None
     tensors = [(n, t.shape, t.dtype) for n, t in (*layer.named_parameters(), *layer.named_buffers())]
     modules = [(n, type(m)) for n, m in layer.named_modules()]
     return (tuple(tensors), tuple(modules)) if tensors else None
 
 
-def _shadow(module: torch.nn.Module, path: str, layers: frozenset[str], classes: dict[type, type]) -> torch.nn.Module:
-    """A shallow copy of `module` in which the layers below it are marked; itself if there are none."""
-    if path in layers:
-        marked = copy.copy(module)
-        marked.__class__ = classes.setdefault(type(module), _marked_class(type(module)))
-        return marked
-    prefix = f"{path}." if path else ""
-    if not any(name.startswith(prefix) for name in layers):
-        return module
-    shadow = copy.copy(module)
-    shadow.__dict__["_modules"] = {
-        name: _shadow(child, f"{prefix}{name}", layers, classes) if child is not None else None
-        for name, child in module._modules.items()
-    }
-    return shadow
+def _is_torchs(layer_class: type) -> bool:
+    """A class that much else is made of: it is left alone."""
+    return layer_class.__module__.partition(".")[0] == "torch"
 
 
-def _marked_class(layer_class: type) -> type:
-    """A subclass that differs in nothing but that torch takes its forward for a region."""
+_TABLES = frozenset(torch.nn.Module().__dict__) - {"training"}
+
+
+def _state(layer: torch.nn.Module) -> Any:
+    """The Python state of a layer and everything below it, to be compared; unlike every other if it has hooks below."""
+    below = [module for module in layer.modules() if module is not layer]
+    if "forward" in layer.__dict__ or any("forward" in m.__dict__ or _has_hooks(m) for m in below):
+        return ("own", id(layer))
+    return tuple(
+        (name, key, _value(value, integers=False))
+        for name, module in layer.named_modules()
+        for key, value in module.__dict__.items()
+        if key not in _TABLES
+    )
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    return any(value for key, value in module.__dict__.items() if "hooks" in key and key in _TABLES)
+
+
+def _value(value: Any, *, integers: bool = True) -> Any:
+    """What stands for a value when two layers are compared; `integers` says whether those count by value."""
+    kind = type(value)
+    if kind is int and not integers:
+        return kind
+    if value is None or kind in (bool, int, float, complex, str, bytes, torch.device, torch.Size):
+        return kind, repr(value)
+    if kind in (tuple, list, set, frozenset) or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        items = sorted(value, key=repr) if kind in (set, frozenset) else value
+        return kind, tuple(_value(item) for item in items)
+    if kind is dict:
+        return kind, tuple((_value(key), _value(item)) for key, item in value.items())
+    if isinstance(value, torch.Tensor):
+        return kind, value.shape, value.dtype, value.device, value.stride()
+    return kind, id(value)
+
+
+def _region(layer_class: type) -> Callable[..., Any]:
+    """The class's forward as a region of its own: torch finds what it has traced by the code object."""
     forward: Any = layer_class.forward  # type: ignore[attr-defined]
-    # A copy: torch writes its options onto the function, and finds what it has traced by the code object.
+    # A copy: torch writes its options onto the function.
     own = types.FunctionType(
         forward.__code__.replace(), forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
     )
     own.__kwdefaults__ = forward.__kwdefaults__
-    options = {"max_reuse_entries": MAX_VARIANTS} if reuse_is_supported() else {}
+    options: dict[str, Any] = {"max_reuse_entries": MAX_VARIANTS} if reuse_is_supported() else {}
     marked: Callable[..., Any] = torch.compiler.nested_compile_region(own, **options)
+    return marked
+
+
+def _forward_once(layer_class: type, regions: Mapping[int, Callable[..., Any]]) -> Callable[..., Any]:
+    """The forward of a class while it is marked. `regions`: id of a layer -> its region."""
+    forward: Any = layer_class.forward  # type: ignore[attr-defined]
+    ambient = _ambient()
 
     def forward_once(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # Two arguments that are one tensor are one in the region, and two other ones are then one of them in a stamp.
-        if _has_twice(_tensors([*args, *kwargs.values()])):
+        if not torch.compiler.is_dynamo_compiling():
             return forward(self, *args, **kwargs)
-        return marked(self, *args, **kwargs)
+        region = regions.get(id(self))
+        # Two arguments that are one tensor are one in the region, and two other ones are then one of them in a stamp.
+        if region is None or _ambient() != ambient or _has_twice(_tensors([*args, *kwargs.values()])):
+            return forward(self, *args, **kwargs)
+        return region(self, *args, **kwargs)
 
-    names = {"__module__": layer_class.__module__, "__qualname__": layer_class.__qualname__, "forward": forward_once}
-    return type(layer_class.__name__, (layer_class,), names)
+    return forward_once
+
+
+def _ambient() -> tuple[Any, ...]:
+    """The settings that a forward can be called under inside of a model. Traced."""
+    return (
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cuda"),
+        torch.is_grad_enabled(),
+    )
+
+
+@contextlib.contextmanager
+def _forward_replaced(layer_class: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    own = layer_class.__dict__.get("forward")
+    layer_class.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del layer_class.forward
+        else:
+            layer_class.forward = own
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
@@ -161,180 +231,3 @@ def _has_twice(tensors: list[torch.Tensor]) -> bool:
             if tensor is other:
                 return True
     return False
-
-
-def drop_unread(graph: Graph) -> None:
-    """Takes out sizes and elements that nobody reads, as Dynamo does in a flat graph but not in a subgraph."""
-    for node in reversed(list(graph.nodes)):
-        is_size = node.op.startswith("call") and isinstance(node.meta.get("example_value"), _SIZES)
-        if not node.users and (_is_getitem(node) or (is_size and not is_mutation(node))):
-            graph.erase_node(node)
-
-
-_SIZES = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size)
-
-
-def _calls(graph_module: GraphModule) -> list[Node]:
-    return graph_module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph)
-
-
-def inline_regions(
-    graph_module: GraphModule, regions: Regions | None, owners: Mapping[Node, Sequence[str]]
-) -> int | None:
-    """Replaces every call of a region by the nodes of its subgraph; returns how many calls had been reused.
-
-    The nodes share fake tensors afterwards: see Note [Nodes of a region share fake tensors]. None: there was no region.
-
-    Args:
-        owners: the dotted names that each placeholder's tensor has in the model.
-
-    Raises:
-        RegionError: a call does not read the tensors of a layer of its own, or does not have the form of a region.
-    """
-    calls = _calls(graph_module)
-    if not calls:
-        return None
-    first = {str(node.args[1]): node for node in reversed(calls)}
-    if regions is not None:
-        _check_layers(calls, first, regions, owners)
-    _check_sizes(graph_module, calls)
-    outer: dict[int, int] = {}
-    for node in graph_module.graph.nodes:
-        if node.op.startswith("call"):
-            node.meta["memories"] = outer
-    pending = calls
-    while pending:
-        for call in pending:
-            _inline(graph_module, call)
-        pending = _calls(graph_module)  # those that were in the subgraphs
-    for node in graph_module.graph.find_nodes(op="get_attr"):
-        if not node.users:
-            graph_module.graph.erase_node(node)
-    graph_module.delete_all_unused_submodules()
-    graph_module.recompile()
-    return len(calls) - len(first)
-
-
-def _check_layers(
-    calls: Sequence[Node], first: Mapping[str, Node], regions: Regions, owners: Mapping[Node, Sequence[str]]
-) -> None:
-    """See Note [A reused region is checked]."""
-    places = {node: [regions.locate(name) for name in names] for node, names in owners.items()}
-    taken: set[str] = set()
-    for call in calls:
-        own, operands = first[str(call.args[1])].args[2:], call.args[2:]
-        if len(own) != len(operands):
-            raise RegionError("a call of a region has another number of arguments")
-        pairs = [(a, b) for a, b in zip(own, operands, strict=True) if isinstance(a, Node) and isinstance(b, Node)]
-        candidates = _called_layers(pairs, places)
-        if not candidates:
-            raise RegionError("a call of a region does not read the tensors of one layer")
-        free = [layer for layer in candidates if layer not in taken]
-        if not free:
-            raise RegionError(f"layer {candidates[0]} is called more than once")
-        taken.add(free[0])
-
-
-_Place = tuple[str, str]
-"""A layer, and the name of a tensor in it; the layer is empty for a tensor that is in none."""
-
-
-def _called_layers(pairs: Sequence[tuple[Node, Node]], places: Mapping[Node, Sequence[_Place]]) -> list[str]:
-    """The layers for which a call is right, given its arguments beside those of the first call."""
-    origins = {layer for own, _ in pairs for layer, _ in places.get(own, ()) if layer}
-    layers = {layer for _, other in pairs for layer, _ in places.get(other, ()) if layer}
-    return sorted(
-        layer
-        for layer in layers
-        if any(all(_fits(own, other, origin, layer, places) for own, other in pairs) for origin in origins)
-    )
-
-
-def _fits(own: Node, other: Node, origin: str, layer: str, places: Mapping[Node, Sequence[_Place]]) -> bool:
-    """Whether what the first call took from `origin` is taken from `layer`, and what is of no layer is the same."""
-    inside = {name for place, name in places.get(own, ()) if place == origin}
-    if inside:
-        return any(place == layer and name in inside for place, name in places.get(other, ()))
-    return own is other or not (places.get(own) or places.get(other))
-
-
-def _check_sizes(graph_module: GraphModule, calls: Sequence[Node]) -> None:
-    """Sizes that come from data differ from call to call, and the stamps have one symbol for all."""
-    for body in {str(call.args[1]): _body(graph_module, call) for call in calls}.values():
-        known: set[sympy.Symbol] = set()
-        for node in body.graph.nodes:
-            symbols = free_unbacked_symbols(node.meta.get("example_value"))
-            if node.op == "placeholder":
-                known |= symbols
-            elif not symbols <= known:
-                raise RegionError("a layer makes tensors whose size comes from data")
-
-
-def _body(graph_module: GraphModule, call: Node) -> GraphModule:
-    node = call.args[0]
-    body = getattr(graph_module, str(node.target)) if isinstance(node, Node) else None
-    if not isinstance(body, GraphModule):
-        raise RegionError("a region has no subgraph")
-    return body
-
-
-def _inline(graph_module: GraphModule, call: Node) -> None:
-    body, graph = _body(graph_module, call), graph_module.graph
-    placeholders = body.graph.find_nodes(op="placeholder")
-    values: dict[Node, Any] = dict(zip(placeholders, call.args[2:], strict=True))
-    memories = _memories(values)
-    with graph.inserting_before(call):
-        for node in body.graph.nodes:
-            if node.op == "get_attr":
-                values[node] = graph.get_attr(_hoist(graph_module, body, str(node.target)))
-                values[node].meta = dict(node.meta)
-            elif node.op not in ("placeholder", "output"):
-                for tensor in tensors_in(node.meta.get("example_value")):
-                    memories.setdefault(memory(tensor), next(_FRESH))
-                values[node] = graph.node_copy(node, values.__getitem__)
-                values[node].meta["memories"] = memories
-    (results,) = body.graph.output_node().args
-    for user in list(call.users):
-        if not _is_getitem(user):
-            raise RegionError(f"the result of a region is used by {user.target}")
-        result: Any = results[user.args[1]]  # type: ignore[index]
-        result = values[result] if isinstance(result, Node) else result
-        if isinstance(value := user.meta.get("example_value"), torch.Tensor):
-            # What comes after the region and is a view of its result.
-            user.meta["memories"][memory(value)] = memory_of(result)
-        user.replace_all_uses_with(result)
-        graph.erase_node(user)
-    graph.erase_node(call)
-
-
-_FRESH = itertools.count(-1, -1)
-"""Memories that no fake tensor has: those of a stamp."""
-
-
-def _memories(arguments: Mapping[Node, Any]) -> dict[int, int]:
-    """What the memory of a subgraph's placeholders stands for in a call."""
-    memories: dict[int, int] = {}
-    for placeholder, argument in arguments.items():
-        own, other = memory_of(placeholder), memory_of(argument)
-        if own is not None and other is not None and memories.setdefault(own, other) != other:
-            raise RegionError("arguments of a region that share memory do not in another call of it")
-    return memories
-
-
-def _is_getitem(node: Node) -> bool:
-    return node.op == "call_function" and node.target is operator.getitem
-
-
-def _hoist(graph_module: GraphModule, body: GraphModule, target: str) -> str:
-    """Makes what a body's `get_attr` reads an attribute of the outer graph module, under a name of its own."""
-    value: Any = body
-    for part in target.split("."):
-        value = getattr(value, part)
-    for name, known in (*graph_module.named_children(), *graph_module.named_buffers(recurse=False)):
-        if known is value:
-            return name
-    index = 0
-    while hasattr(graph_module, name := f"region_{target.replace('.', '_')}_{index}"):
-        index += 1
-    setattr(graph_module, name, value)
-    return name

@@ -258,6 +258,12 @@ def _inputs_of(nodes: Sequence[Node]) -> list[Node]:
     return list(dict.fromkeys(a for node in nodes for a in node.all_input_nodes if a not in inside))
 
 
+def _needed_by(group: _Group) -> tuple[list[Node], list[Node]]:
+    """The views that a piece makes again, and what comes in."""
+    repeated = _views_to_repeat(group.nodes, _inputs_of(group.nodes))
+    return repeated, _inputs_of([*repeated, *group.nodes])
+
+
 class _Stitcher:
     """Builds the stitched root graph and the pieces' graph modules."""
 
@@ -266,6 +272,7 @@ class _Stitcher:
         self.groups = groups
         self.root = Graph()
         self.in_root: dict[Node, Node] = {}
+        self.needed = {node for group in groups if group.kind == "piece" for node in _needed_by(group)[1]}
 
     def stitch(self) -> SplitGraph:
         for node in self.graph_module.graph.find_nodes(op="placeholder"):
@@ -287,10 +294,10 @@ class _Stitcher:
         return SplitGraph(root=self.root, subgraphs=tuple(subgraphs), matches=matches)
 
     def _cut_out(self, index: int, group: _Group) -> Piece:
-        repeated = _views_to_repeat(group.nodes, _inputs_of(group.nodes))
-        inputs = _inputs_of([*repeated, *group.nodes])
+        repeated, inputs = _needed_by(group)
         inside = set(group.nodes)
-        outputs = [n for n in group.nodes if any(user not in inside for user in n.users)]
+        # Also what nobody but a repeated view takes.
+        outputs = [n for n in group.nodes if n in self.needed or any(user not in inside for user in n.users)]
         for node in inputs:
             _check_crossing(node)
         graph = Graph()

@@ -33,7 +33,9 @@ from .dynamo import (
 )
 from .inputs import TOKENS, InputContract, Signature
 from .outputs import map_leaves
-from .region import Regions, drop_unread, inline_regions, mark_regions, reuse_is_supported
+from .outside import outside_unchanged
+from .region import Regions, find_regions, reuse_is_supported
+from .region_inline import drop_unread, inline_regions
 from .trace_errors import explain_failure, first_line
 
 
@@ -160,7 +162,7 @@ class _Attempt:
         self._regions_failure: str | None = None
 
     def __call__(self, sizes: Mapping[str, int], mode: Mode) -> Traced:
-        regions = self._mark()
+        regions = self._regions()
         if regions is not None:
             try:
                 return self._once(sizes, mode, regions)
@@ -169,22 +171,23 @@ class _Attempt:
         traced = self._once(sizes, mode, None)
         return dataclasses.replace(traced, regions_failure=self._regions_failure)
 
-    def _mark(self) -> Regions | None:
+    def _regions(self) -> Regions | None:
         if self._evaluate_guards:
-            return None  # Dynamo would guard the shadow's Python state, not the model's
-        try:
-            regions = mark_regions(self._model)
-        except Exception as error:  # a module that cannot be copied
-            self._regions_failure = f"{type(error).__name__}: {first_line(error)}"
+            return None  # Dynamo would guard on the marks
+        regions = find_regions(self._model)
+        if regions is None:
             return None
-        if regions is not None and not reuse_is_supported():
+        if not reuse_is_supported():
             self._regions_failure = f"torch {torch.__version__} cannot reuse a region, 2.13 and later can"
+            return None
+        if not regions.groups:
+            self._regions_failure = "the layers differ in more than their tensors"
             return None
         return regions
 
     def _once(self, sizes: Mapping[str, int], mode: Mode, regions: Regions | None) -> Traced:
         contract, signature = self._contract, self._signature
-        model = self._model if regions is None else regions.shadow
+        model = self._model
         samples = make_samples(signature, contract, sizes, mode)
         names = [name for name, *_ in signature.tensors]
         named_samples = dict(zip(names, samples, strict=True))
@@ -199,8 +202,12 @@ class _Attempt:
         )
         try:
             with dynamo_settings(), unchanged(model):
-                returned = compiled(*samples)
-            traced = _read(capture, returned, TensorIndex(self._model, named_samples), contract, sizes, regions)
+                if regions is None:
+                    returned = compiled(*samples)
+                else:
+                    with regions.marked(), outside_unchanged(model):
+                        returned = compiled(*samples)
+            traced = _read(capture, returned, TensorIndex(model, named_samples), contract, sizes, regions)
             guards = GuardCheck(compiled, contract) if self._evaluate_guards else None
             return dataclasses.replace(traced, mode=mode, guards=guards)
         finally:
@@ -241,7 +248,6 @@ def _read(
         frozen=audit.frozen_state(capture.guards, bindings),
         shape_env=capture.shape_env,
         regions_reused=reused or 0,
-        regions_failure="the layers differ in more than their tensors" if regions is not None and not reused else None,
     )
 
 

@@ -384,6 +384,23 @@ def test_a_cache_that_is_rebound_between_steps_is_followed_by_every_kind_of_prog
             assert_step_is_plain(runtime, reference, x_of(5))
 
 
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_two_views_cross_of_a_tensor_that_itself_does_not(compiler: str) -> None:
+    """The later piece writes one of them, so it gets their base, which nobody else takes."""
+
+    def function(m: Any, x: torch.Tensor) -> torch.Tensor:
+        base = x * 1
+        left, right = base[:, :2], base.view(-1, 2, 2)
+        y = applied(x)
+        left.add_(1)
+        return left + right[:, 1] + right[:, 0] + y[:, :2]
+
+    for specialize in ((), "all"):
+        runtime = runtime_of(Model(function), compiler, specialize=specialize)
+        for num_tokens in (5, 8, 1):
+            assert_step_is_plain(runtime, Model(function), x_of(num_tokens))
+
+
 class Overlapping(nn.Module):
     """Two buffers that share memory, both read by a piece that writes one and hands out a view of the other."""
 

@@ -38,7 +38,7 @@ def test_32_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(3):
             timed("regions")
             with monkeypatch.context() as patched:
-                patched.setattr(trace_module, "mark_regions", lambda model: None)
+                patched.setattr(trace_module, "find_regions", lambda model: None)
                 timed("flat")
     assert (traces["regions"].regions_reused, traces["flat"].regions_reused) == (NUM_LAYERS - 1, 0)
     graphs = {kind: PiecewiseGraph.from_trace(traced, contract) for kind, traced in traces.items()}

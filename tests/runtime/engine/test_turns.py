@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
 import time
+from _thread import RLock
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from types import FrameType
 
 import pytest
 
@@ -66,32 +66,41 @@ def test_only_one_at_a_time_also_after_an_error() -> None:
     assert (inside, most) == (0, 1)
 
 
-def test_an_interrupt_leaves_it_free() -> None:
-    # Whatever runs Python code between the two ends of a `with` can be interrupted before each of its lines.
-    turns, interrupted, places = Turns(), 0, itertools.count()
-    code = {function.__code__ for function in vars(Turns).values() if hasattr(function, "__code__")}
+class Interrupted(Turns):
+    """An interrupt comes as soon as the lock is taken."""
 
-    for place in places:
-        seen = itertools.count()
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        super().acquire(blocking, timeout)
+        raise KeyboardInterrupt
 
-        def interrupt(frame: Any, event: str, arg: object, place: int = place, seen: Any = seen) -> Any:
-            if frame.f_code in code and event in ("call", "line") and next(seen) == place:
-                raise KeyboardInterrupt
-            return interrupt if frame.f_code in code else None
 
-        before = sys.gettrace()
-        try:
+def is_free(turns: Turns) -> bool:
+    """Asked by another thread, since its own thread would be let in again."""
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(lambda: RLock.acquire(turns, timeout=0) and not turns.release()).result()
+
+
+def test_an_interrupt_while_it_is_taken_leaves_it_free() -> None:
+    turns = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        with turns:
+            pytest.fail("it was taken")
+    assert is_free(turns)
+    assert not turns._next.locked()
+
+
+def test_an_interrupt_while_it_is_left_comes_after_it_is_free() -> None:
+    # Python looks for interrupts where a Python function begins; one that has to release the lock must not be there.
+    turns = Turns()
+
+    def interrupt(frame: FrameType, event: str, arg: object) -> None:
+        raise KeyboardInterrupt
+
+    before = sys.gettrace()
+    try:
+        with turns:
+            assert not is_free(turns)
             sys.settrace(interrupt)
-            with turns:
-                pass
-        except KeyboardInterrupt:
-            interrupted += 1
-        finally:
-            sys.settrace(before)
-        # Another thread: the lock would let this one in again.
-        with ThreadPoolExecutor(1) as other:
-            assert other.submit(turns.acquire, timeout=0).result(), f"held after an interrupt at place {place}"
-            other.submit(turns.release).result()
-        if next(seen) <= place:
-            break
-    assert interrupted >= 4
+    finally:
+        sys.settrace(before)
+    assert is_free(turns)
