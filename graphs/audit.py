@@ -260,7 +260,7 @@ def _origin(conditions: Iterable[Condition]) -> str:
 
 _STATE_GUARDS = frozenset({"EQUALS_MATCH", "CONSTANT_MATCH", "BOOL_MATCH", "NONE_MATCH", "ID_MATCH", "NOT_NONE_MATCH"})
 OWN_PREFIX = "piecework_"
-"""Names of the traced wrapper's own variables start with this; they are no state of the model's."""
+"""Part of the names of the traced wrapper's own variables and marks; they are no state of the model's."""
 _PLAIN_STATE = (bool, int, float, str, type(None))
 
 
@@ -271,7 +271,7 @@ def frozen_state(guards: Sequence[Any], bindings: Bindings) -> tuple[str, ...]:
         kinds = {guard.guard_type, *guard.derived_guard_types}
         value = guard.value if guard.has_value else _MISSING
         if kinds & _STATE_GUARDS and isinstance(value, _PLAIN_STATE):
-            if not guard.name.startswith(OWN_PREFIX):
+            if OWN_PREFIX not in guard.name:
                 found.append(f"{guard.name} = {value!r}")
     frozen = [b.tensor for b in bindings.placeholders if isinstance(b, FrozenTensor)]
     found += [f"a tensor {list(t.shape)} that is no attribute of the model" for t in frozen]

@@ -19,6 +19,8 @@ import torch._dynamo.config
 import torch.fx.experimental._config
 from torch._dynamo.decorators import mark_unbacked
 from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode, ShapeEnv
 
@@ -49,11 +51,14 @@ class Capture:
         self.arguments: tuple[Any, ...] = ()
         self.stand_ins: tuple[Any, ...] = ()
         self.guards: list[Any] = []
+        self.changed: tuple[str, ...] = ()
+        """What there was before the trace and the forward changes, as Dynamo knows it; tensors do not count."""
         self.released = False
 
     def backend(self, graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         context = TracingContext.get()
         self.graph_module = graph_module
+        self.changed = tuple(_changed_objects())
         self.shape_env = context.fake_mode.shape_env if context.fake_mode is not None else None
         if self.shape_env is not None:
             self.sizes = dict(self._sizes(context.tensor_to_context, self.shape_env))
@@ -93,6 +98,16 @@ class Capture:
     def placeholders(self) -> Iterator[tuple[torch.fx.Node, Any]]:
         assert self.graph_module is not None
         return zip(self.graph_module.graph.find_nodes(op="placeholder"), self.arguments, strict=True)
+
+
+def _changed_objects() -> Iterator[str]:
+    """Python objects that the frame being traced changes: Dynamo does it once, when the trace is over."""
+    side_effects = InstructionTranslator.current_tx().output.side_effects
+    for variable in side_effects._get_modified_vars():
+        if isinstance(variable.mutation_type, (AttributeMutationExisting, ValueMutationExisting)):
+            source = variable.source.name if variable.source is not None else type(variable).__name__
+            name: str = source() if callable(source) else source  # a method before torch 2.12
+            yield re.sub(r"^G\['(__import_)?(.*?)'\]", lambda match: match[2].replace("_dot_", "."), name)
 
 
 def _stand_in(index: int, example: Any) -> Any:

@@ -61,10 +61,11 @@ class Encoder:
 
     def tensor(self, tensor: torch.Tensor) -> str:
         """Keeps a constant; returns its key."""
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        dense = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        if not dense or tensor.device.type == "meta" or tensor.is_conj() or tensor.is_neg():
             raise PortableError(
-                f"portable: a constant is a {type(tensor).__name__} of layout {tensor.layout}; only dense tensors can "
-                f"travel, so make it a parameter or a buffer of the model"
+                f"portable: a constant is a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device}, or a "
+                f"lazy conjugate; only dense tensors can travel, so make it a parameter or a buffer of the model"
             )
         for key, known in self.tensors.items():
             if known is tensor:

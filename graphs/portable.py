@@ -7,6 +7,7 @@ that are constants of the graph, in one safetensors file.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,6 +35,7 @@ FORMAT = 1
 """Of the data; a program of another one is refused."""
 
 _METADATA = "piecework"
+"""The file's only metadata, since safetensors keeps no order: the SHA-256 of everything else, and the JSON."""
 
 
 class PortableProgram:
@@ -55,6 +57,11 @@ class PortableProgram:
         Raises:
             PortableError: something in it cannot leave the process; the message says what and where.
         """
+        if graph.writes_frozen:
+            raise PortableError(
+                "portable: the model writes into a tensor that is no attribute of it (a global, a closure), and that "
+                "would be a copy elsewhere; register it as a buffer"
+            )
         encoder = Encoder()
         pieces: dict[str, Data] = {}
         for fingerprint, uses in graph.distinct_pieces().items():
@@ -94,12 +101,20 @@ class PortableProgram:
         """Reads what `to_bytes` wrote.
 
         Raises:
-            PortableError: it is truncated, something else, or of another format.
+            PortableError: it is truncated, changed in any bit, something else, or of another format.
         """
+        if not isinstance(content, bytes):
+            raise PortableError(
+                f"portable: expected the bytes that PortableProgram.to_bytes wrote, got {type(content).__name__}; read "
+                f"the file first, as in Path(...).read_bytes()"
+            )
         try:
             header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-            data = json.loads(header["__metadata__"][_METADATA])
+            digest, _, text = header["__metadata__"][_METADATA].partition("\n")
             stored = load_tensors(content)
+            if _digest(text, stored) != digest:
+                raise ValueError("its checksum is another")
+            data = json.loads(text)
         except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             raise PortableError(
                 f"portable: expected a program that PortableProgram.to_bytes wrote, got {len(content)} bytes that are "
@@ -116,7 +131,7 @@ class PortableProgram:
         memories: dict[int, str] = {}
         facts = {key: _encode_tensor(tensor, stored, memories) for key, tensor in self._tensors.items()}
         text = json.dumps({**self._data, "tensors": facts}, separators=(",", ":"), allow_nan=False)
-        return save_tensors(stored, metadata={_METADATA: text})
+        return save_tensors(stored, metadata={_METADATA: f"{_digest(text, stored)}\n{text}"})
 
     @property
     def signature(self) -> Signature:
@@ -158,8 +173,12 @@ class PortableProgram:
         """One distinct piece, alone, ready for a compiler; its dims are named as where it first appears.
 
         Raises:
-            PortableError: it is damaged, or means something else with this process's torch.
+            PortableError: there is none of that fingerprint, or it means something else with this process's torch.
         """
+        if fingerprint not in self._data["pieces"]:
+            raise PortableError(
+                f"portable: expected one of the fingerprints {', '.join(self.fingerprints)}, got {fingerprint!r}"
+            )
         use = next(use for use in self._data["uses"].values() if use["fingerprint"] == fingerprint)
         return build_piece(self._data["pieces"][fingerprint], use["dims"], self._tensors, f"Piece_{fingerprint[:12]}")
 
@@ -168,9 +187,14 @@ class PortableProgram:
 
         Raises:
             PortableError: the model lacks tensors, or has others than the program was traced with, all of them
-                listed; or an operator of the program does not exist in this process.
+                listed; or an operator of the program does not exist in this process; or another torch made it.
         """
         data = self._data
+        if _release(self.torch_version) != _release(torch.__version__):
+            raise PortableError(
+                f"portable: the program was made with torch {self.torch_version}, and this is {torch.__version__}; "
+                f"make it again"
+            )
         bindings = bind_placeholders(data["placeholders"], model, self._tensors)
         facts = TraceFacts(
             bindings=Bindings(bindings),
@@ -209,8 +233,22 @@ class PortableProgram:
         return SplitGraph(root=root, subgraphs=tuple(subgraphs), matches=matches)
 
 
+def _digest(text: str, stored: Mapping[str, torch.Tensor]) -> str:
+    """Of everything that is stored: neither the stitch nor a constant is covered by the pieces' fingerprints."""
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(stored):
+        digest.update(f"{name} {stored[name].numel()} ".encode())
+        digest.update(stored[name].numpy().tobytes())
+    return digest.hexdigest()
+
+
 def _line(data: Data) -> str:
     return json.dumps(data, sort_keys=True)
+
+
+def _release(version: str) -> str:
+    """Without what says for which device torch was built."""
+    return version.partition("+")[0]
 
 
 def _operator(data: Data) -> OpOverload:
@@ -263,5 +301,6 @@ def _decode_tensor(facts: Data, stored: dict[str, Any]) -> torch.Tensor:
         raise PortableError(
             f"portable: the program holds a constant on {device}, which is not here ({error})"
         ) from error
-    whole: torch.Tensor = base.view(dtype) if base.numel() else base.to(dtype)
-    return whole.as_strided(facts["sizes"], facts["strides"], facts["offset"])
+    # Not a view of the base: its number of bytes need not be a multiple of the item size.
+    empty = torch.tensor([], dtype=dtype, device=device)
+    return empty.set_(base.untyped_storage(), facts["offset"], facts["sizes"], facts["strides"])

@@ -72,7 +72,13 @@ def build_piece(data: Data, dims: Mapping[str, str], tensors: Mapping[str, torch
             node.meta["example_value"] = factory.tensor(value)
         else:
             node.meta["example_value"] = factory.size(value) if isinstance(value, sympy.Basic) else value
-    propagate(graph_module, fake_mode)
+    try:
+        propagate(graph_module, fake_mode)
+    except Exception as error:  # whatever an operator raises
+        raise PortableError(
+            f"portable: {name} cannot be built with torch {torch.__version__} ({type(error).__name__}: {error}); "
+            f"make the program again"
+        ) from error
     intervals = {symbol: Interval(*facts["interval"]) for symbol, facts in data["symbols"].items()}
     piece = BuiltPiece(
         graph_module=graph_module,

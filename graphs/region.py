@@ -65,15 +65,20 @@ class Regions:
     @contextlib.contextmanager
     def marked(self) -> Iterator[None]:
         """Lets Dynamo trace the layers as regions; see Note [How layers are marked]. The caller holds COMPILE_LOCK."""
-        by_class: dict[type, dict[int, Callable[..., Any]]] = {}
-        for group in self.groups:
-            layer_class = type(self.layers[group[0]])
-            region = _region(layer_class)
-            by_class.setdefault(layer_class, {}).update({id(self.layers[name]): region for name in group})
+        classes = [type(self.layers[group[0]]) for group in self.groups]
+        regions = tuple(_region(layer_class, index) for index, layer_class in enumerate(classes))
         with contextlib.ExitStack() as stack:
-            for layer_class, regions in by_class.items():
+            for layer_class in dict.fromkeys(classes):
                 stack.enter_context(_forward_replaced(layer_class, _forward_once(layer_class, regions)))
+            for index, group in enumerate(self.groups):
+                for name in group:
+                    self.layers[name].__dict__[_INDEX] = index
+                    stack.callback(self.layers[name].__dict__.pop, _INDEX, None)
             yield
+
+
+_INDEX = "piecework_region"
+"""Attribute of a marked layer: the index of its region. Told by its id, it would be guarded on and like no other."""
 
 
 def find_regions(model: torch.nn.Module) -> Regions | None:
@@ -158,32 +163,34 @@ def _value(value: Any, *, integers: bool = True) -> Any:
     return kind, id(value)
 
 
-def _region(layer_class: type) -> Callable[..., Any]:
-    """The class's forward as a region of its own: torch finds what it has traced by the code object."""
+def _region(layer_class: type, index: int) -> Callable[..., Any]:
+    """The class's forward as a region of its own.
+
+    torch finds what it has traced by the code object, and two of those are equal unless something in them differs.
+    """
     forward: Any = layer_class.forward  # type: ignore[attr-defined]
     # A copy: torch writes its options onto the function.
-    own = types.FunctionType(
-        forward.__code__.replace(), forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
-    )
+    code = forward.__code__.replace(co_name=f"{forward.__code__.co_name}_{index}")
+    own = types.FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__)
     own.__kwdefaults__ = forward.__kwdefaults__
     options: dict[str, Any] = {"max_reuse_entries": MAX_VARIANTS} if reuse_is_supported() else {}
     marked: Callable[..., Any] = torch.compiler.nested_compile_region(own, **options)
     return marked
 
 
-def _forward_once(layer_class: type, regions: Mapping[int, Callable[..., Any]]) -> Callable[..., Any]:
-    """The forward of a class while it is marked. `regions`: id of a layer -> its region."""
+def _forward_once(layer_class: type, regions: tuple[Callable[..., Any], ...]) -> Callable[..., Any]:
+    """The forward of a class while it is marked."""
     forward: Any = layer_class.forward  # type: ignore[attr-defined]
     ambient = _ambient()
 
     def forward_once(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling():
             return forward(self, *args, **kwargs)
-        region = regions.get(id(self))
+        index = self.__dict__.get(_INDEX)
         # Two arguments that are one tensor are one in the region, and two other ones are then one of them in a stamp.
-        if region is None or _ambient() != ambient or _has_twice(_tensors([*args, *kwargs.values()])):
+        if index is None or _ambient() != ambient or _has_twice(_tensors([*args, *kwargs.values()])):
             return forward(self, *args, **kwargs)
-        return region(self, *args, **kwargs)
+        return regions[index](self, *args, **kwargs)
 
     return forward_once
 

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from ..phases import Compiler
 from . import audit
-from .bindings import InputBinding
+from .bindings import FrozenTensor, InputBinding, PlaceholderBinding
 from .compilers import CompiledCallable
 from .inputs import TOKENS, InputContract
 from .memory import memory_of
@@ -44,6 +44,7 @@ class PiecewiseGraph:
         rows: Mapping[str, Rows],
         reduced: Mapping[str, str] | None = None,
         written_inputs: tuple[str, ...],
+        writes_frozen: bool = False,
     ) -> None:
         self.traced = facts
         self.split = split_graph
@@ -57,6 +58,8 @@ class PiecewiseGraph:
         self.reduced = reduced or {}
         """Outputs that are computed from the tokens and have no rows: path -> what they are, in words."""
         self.written_inputs = written_inputs
+        self.writes_frozen = writes_frozen
+        """Whether the model writes into a tensor that it does not hold."""
         self.trace_s = 0.0
         """Seconds that its trace took; 0 for a graph that another process traced."""
         self.num_compiles = 0
@@ -89,6 +92,7 @@ class PiecewiseGraph:
             for piece in split_graph.pieces
             if piece.graph_module is not None
         }
+        written = _written(traced)
         return cls(
             traced,
             split_graph,
@@ -98,7 +102,8 @@ class PiecewiseGraph:
             dim_names={name: piece.dim_names for name, piece in built.items()},
             rows=rows,
             reduced=reduced,
-            written_inputs=_written_inputs(traced),
+            written_inputs=tuple(b.name for b in written if isinstance(b, InputBinding)),
+            writes_frozen=any(isinstance(b, FrozenTensor) for b in written),
         )
 
     @property
@@ -176,14 +181,14 @@ class PiecewiseGraph:
         return Program(self, calls, kind=kind, intervals=intervals)
 
 
-def _written_inputs(traced: Traced) -> tuple[str, ...]:
-    """Names of the inputs that the model writes into, itself or through a split op."""
+def _written(traced: Traced) -> list[PlaceholderBinding]:
+    """The placeholders that the model writes into, itself or through a split op."""
     written = {
         memory_of(argument) for node in traced.graph_module.graph.nodes for argument in mutated_arguments(node)
     } - {None}
     placeholders: Sequence[Node] = list(traced.graph_module.graph.find_nodes(op="placeholder"))
-    return tuple(
-        binding.name
+    return [
+        binding
         for node, binding in zip(placeholders, traced.bindings.placeholders, strict=True)
-        if isinstance(binding, InputBinding) and memory_of(node) in written
-    )
+        if memory_of(node) in written
+    ]

@@ -39,7 +39,7 @@ def encode_structure(value: Any, binding: Callable[[PlaceholderBinding], Data]) 
     if isinstance(value, (tuple, list)):
         items = [encode_structure(item, binding) for item in value]
         if hasattr(value, "_fields"):
-            return {"namedtuple": encode_function(type(value)), "items": items}
+            return {"namedtuple": encode_function(type(value)), "items": items, "fields": list(value._fields)}
         if type(value) not in (tuple, list):
             return {"sequence": encode_function(type(value)), "items": items}
         return {"tuple" if isinstance(value, tuple) else "list": items}
@@ -70,7 +70,9 @@ def decode_structure(data: Data, binding: Callable[[Data], PlaceholderBinding]) 
         items = {decode_constant(key): decoded(item) for key, item in data["dict"]}
         return OrderedDict(items) if data["ordered"] else items
     if "namedtuple" in data:
-        return decode_function(data["namedtuple"])(*map(decoded, data["items"]))
+        kind: Any = decode_function(data["namedtuple"])
+        _check_fields(kind, list(kind._fields), data["fields"])
+        return kind(*map(decoded, data["items"]))
     if "sequence" in data:  # such as torch.return_types.max
         return decode_function(data["sequence"])([*map(decoded, data["items"])])
     if "tuple" in data:
@@ -85,12 +87,21 @@ def decode_structure(data: Data, binding: Callable[[Data], PlaceholderBinding]) 
 def _dataclass(data: Data, decoded: Callable[[Data], Any]) -> Any:
     """Not through `__init__`, as in `map_leaves`: it need not understand what the leaves are."""
     kind: Any = decode_function(data["dataclass"])
+    _check_fields(kind, [f.name for f in dataclasses.fields(kind)], list(data["fields"]))
     value = kind.__new__(kind)
     for name, item in data["fields"].items():
         object.__setattr__(value, name, decoded(item))
     for name in data["keys"]:
         (OrderedDict if isinstance(value, OrderedDict) else dict).__setitem__(value, name, getattr(value, name))
     return value
+
+
+def _check_fields(kind: Any, here: list[str], there: list[str]) -> None:
+    if here != there:
+        raise PortableError(
+            f"portable: the model returns a {kind.__qualname__} with the fields {', '.join(there)}, and here it has "
+            f"{', '.join(here) or 'none'}; make the program again"
+        )
 
 
 def _names_in(encoded: Data) -> set[str]:

@@ -33,8 +33,7 @@ from .dynamo import (
 )
 from .inputs import TOKENS, InputContract, Signature
 from .outputs import map_leaves
-from .outside import outside_unchanged
-from .region import Regions, find_regions, reuse_is_supported
+from .region import RegionError, Regions, find_regions, reuse_is_supported
 from .region_inline import drop_unread, inline_regions
 from .trace_errors import explain_failure, first_line
 
@@ -86,6 +85,8 @@ class TraceFacts:
     """Calls of repeated layers that took the trace of an earlier one."""
     regions_failure: str | None = None
     """Why repeated layers were traced one by one, when they were."""
+    changed: tuple[str, ...] = ()
+    """What the forward changes besides tensors and the model: that happened once, at the trace."""
     guards: GuardCheck | None = None
     """Under `evaluate_guards`: raises when a new trace would be needed."""
 
@@ -205,7 +206,7 @@ class _Attempt:
                 if regions is None:
                     returned = compiled(*samples)
                 else:
-                    with regions.marked(), outside_unchanged(model):
+                    with regions.marked():
                         returned = compiled(*samples)
             traced = _read(capture, returned, TensorIndex(model, named_samples), contract, sizes, regions)
             guards = GuardCheck(compiled, contract) if self._evaluate_guards else None
@@ -229,6 +230,8 @@ def _read(
             "trace: the model computes nothing from its inputs, so there is no graph; check which inputs it gets, or "
             "use compiler='eager'"
         )
+    if regions is not None and capture.changed:
+        raise RegionError(f"the forward changes {', '.join(capture.changed)}, which stamped out layers do not see")
     symbols = _symbols(capture, contract)
     bound = {node: _bind(node, value, index, symbols) for node, value in capture.placeholders()}
     reused = inline_regions(graph_module, regions, {node: _owners(binding) for node, binding in bound.items()})
@@ -247,6 +250,7 @@ def _read(
         intervals=intervals,
         frozen=audit.frozen_state(capture.guards, bindings),
         shape_env=capture.shape_env,
+        changed=capture.changed,
         regions_reused=reused or 0,
     )
 

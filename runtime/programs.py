@@ -248,6 +248,8 @@ class ProgramFamily:
         recorder.counters.add("regions_reused", traced.regions_reused, recorder.scope)
         if traced.regions_failure is not None:
             recorder.fallback("repeated layers were traced one by one", because=traced.regions_failure)
+        if traced.changed:
+            recorder.warn(f"the forward changes {', '.join(traced.changed)}: once, at the trace, and not on each step")
         if traced.unbacked_failure is not None:
             recorder.fallback("the model decides on a size: traced backed", because=traced.unbacked_failure)
         self._count(graph, recorder)

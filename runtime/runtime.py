@@ -248,6 +248,11 @@ class Runtime:
         self.close()
 
     def _bind(self, programs: Sequence[PortableProgram]) -> list[tuple[PortableProgram, PiecewiseGraph]]:
+        if isinstance(programs, PortableProgram) or not all(isinstance(each, PortableProgram) for each in programs):
+            raise InputError(
+                "programs: expected a list of PortableProgram, got something else; make them of a file's bytes with "
+                "PortableProgram.from_bytes"
+            )
         if programs and self.config.evaluate_guards:
             raise ConfigError(
                 "programs: expected none under evaluate_guards, since they carry no guards; drop one of the two"

@@ -24,7 +24,7 @@ from piecework.graphs.stitched import PiecewiseGraph
 from piecework.phases import Compiler
 
 from .portable_models import CASES, SIZES, Aliasing, Case, Layered, Tied, made, results
-from .toys import Fn, applied, assert_same, run_eager, trace_model
+from .toys import Fn, accumulate, applied, assert_same, run_eager, trace_model
 
 X = {"x": torch.linspace(-1, 1, 12).reshape(3, 4)}
 ROOT = Path(piecework.__file__).parent
@@ -187,13 +187,77 @@ def test_a_model_of_another_class_is_one_error() -> None:
         portable_of(CASES["layers"]).bind(nn.Linear(4, 4))
 
 
+def test_any_bit_that_is_flipped_is_noticed() -> None:
+    """The stitch, the constants and the output are in no fingerprint; a checksum covers them."""
+    content = portable_of(CASES["constants, backed"]).to_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+    for place in (*range(8, header, 97), *range(header, len(content), 5)):
+        broken = bytearray(content)
+        broken[place] ^= 1
+        try:
+            loaded = PortableProgram.from_bytes(bytes(broken))
+        except PortableError:
+            continue
+        assert loaded.to_bytes() == content, "only what is not read may differ"
+
+
+def test_another_torch_made_it() -> None:
+    portable = portable_of(CASES["layers"])
+    PortableProgram({**portable._data, "torch": f"{torch.__version__.partition('+')[0]}+cu999"}, {}).bind(
+        made(CASES["layers"])
+    )
+    other = PortableProgram({**portable._data, "torch": "1.0.0"}, {})
+    with pytest.raises(PortableError, match=r"made with torch 1\.0\.0, and this is"):
+        other.bind(made(CASES["layers"]))
+
+
+def test_an_unknown_fingerprint() -> None:
+    with pytest.raises(PortableError, match="expected one of the fingerprints"):
+        portable_of(CASES["layers"]).piece("unknown")
+
+
+def test_what_is_not_bytes() -> None:
+    with pytest.raises(PortableError, match="got NoneType; read the file first"):
+        PortableProgram.from_bytes(None)
+
+
+WRITTEN = torch.zeros(4)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda m, x: (accumulate(x, WRITTEN), x + WRITTEN)[1], "writes into a tensor that is no attribute"),
+        (lambda m, x: applied(x) + FROZEN_CONJUGATE.real, "lazy conjugate"),
+    ],
+)
+def test_frozen_tensors_that_cannot_travel(function: Any, message: str) -> None:
+    graph = PiecewiseGraph.from_trace(trace_model(Fn(function), X), InputContract({"x": 0}))
+    with pytest.raises(PortableError, match=message):
+        PortableProgram.from_graph(graph, InputContract({"x": 0}).bind(X).signature)
+
+
+FROZEN_CONJUGATE = torch.complex(torch.ones(4), torch.ones(4)).conj()
+ODD = torch.arange(17, dtype=torch.uint8)[:16].view(torch.float32)
+
+
+def test_a_constant_in_an_odd_number_of_bytes() -> None:
+    model = Fn(lambda m, x: applied(x) + ODD)
+    graph = PiecewiseGraph.from_trace(trace_model(model, X), InputContract({"x": 0}))
+    content = PortableProgram.from_graph(graph, InputContract({"x": 0}).bind(X).signature).to_bytes()
+    program = PortableProgram.from_bytes(content).bind(model).compile_general(Compiler.EAGER, {}, NullRecorder())
+    case = Case(model=Layered, dynamic_dims={"x": {0: "tokens"}}, inputs=lambda n: X)
+    assert_same(results(program, case, 3), run_eager(model, X))
+
+
 @pytest.mark.parametrize("damage", ["empty", "text", "truncated", "another safetensors", "format", "byte"])
 def test_what_is_no_program(damage: str) -> None:
     content = portable_of(CASES["layers"]).to_bytes()
     from safetensors.torch import save
 
     if damage == "format":
-        content = content.replace(b'{\\"format\\":1', b'{\\"format\\":9')
+        portable = portable_of(CASES["layers"])
+        content = PortableProgram({**portable._data, "format": 9}, portable._tensors).to_bytes()
     broken = {
         "empty": b"",
         "text": b"hello, this is no program at all",
@@ -223,9 +287,9 @@ def test_a_piece_that_was_tampered_with() -> None:
 
 def test_an_operator_that_does_not_exist_here() -> None:
     portable = portable_of(CASES["layers"])
-    content = portable.to_bytes().replace(b"piecework_toys::double", b"piecework_toys::triple")
+    data = json.loads(json.dumps(portable._data).replace("piecework_toys::double", "piecework_toys::triple"))
     with pytest.raises(PortableError, match=r"calls piecework_toys::triple.default, which does not exist"):
-        PortableProgram.from_bytes(content).bind(made(CASES["layers"]))
+        PortableProgram(data, {}).bind(made(CASES["layers"]))
 
 
 def test_what_cannot_travel() -> None:

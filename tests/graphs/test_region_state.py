@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from piecework.graphs import trace as trace_module
+from piecework.graphs.region import reuse_is_supported
 
 from .toys import applied, assert_equals_model, trace_model
 
@@ -236,6 +237,36 @@ def outside_as_before() -> Iterator[None]:
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 def test_the_program_does_what_the_model_does(name: str, compiler: str) -> None:
     assert_equals_model(CASES[name](), X, compiler=compiler)
+
+
+@pytest.mark.skipif(not reuse_is_supported(), reason="torch before 2.13 traces each region again")
+@pytest.mark.parametrize(
+    ("name", "reused"),
+    [
+        # Layers 0 and 3 are of one kind, and 1, 2, 4 and 5 of the other: two regions.
+        ("an enum member", 4),
+        ("an object", 4),
+        ("an integer and a bool", 4),
+        ("a config that the root reads", 4),
+        # One layer is like no other: five share a region.
+        ("a hook below", 4),
+        ("a forward of its own below", 4),
+        ("a hook", 5),
+        ("modules that are compared", 5),
+        # Calls under autocast are no regions.
+        ("autocast around some", 2),
+        ("a class attribute that changes", 0),
+        ("a global list that changes", 0),
+    ],
+)
+def test_what_is_reused(name: str, reused: int) -> None:
+    assert trace_model(CASES[name](), X).regions_reused == reused
+
+
+def test_state_outside_of_the_model_that_changes_is_known() -> None:
+    traced = trace_model(SetsNow(), X)
+    assert [name.rpartition(".")[2] for name in traced.changed] == ["Now"]
+    assert trace_model(Stack(), X).changed == ()
 
 
 def test_a_hook_that_sets_an_attribute_of_the_model_is_refused() -> None:
