@@ -18,6 +18,7 @@ from ..graphs.inputs import TOKENS, BoundInputs, Constant, InputContract, Signat
 from ..graphs.outputs import OutputContract, Rows
 from ..graphs.piece import CompiledPieces
 from ..graphs.program import Program, ProgramKind, SizesByName, TensorsByName
+from ..graphs.region import reuse_is_supported
 from ..graphs.rows import check_token_rows
 from ..graphs.stitched import PiecewiseGraph
 from ..graphs.trace import trace
@@ -246,8 +247,10 @@ class ProgramFamily:
             kernels=dict(self.fused.kernels),
         )
         recorder.counters.add("regions_reused", traced.regions_reused, recorder.scope)
-        if traced.regions_failure is not None:
+        if traced.regions_failure is not None and reuse_is_supported():
             recorder.fallback("repeated layers were traced one by one", because=traced.regions_failure)
+        elif traced.regions_failure is not None:
+            recorder.warn(f"repeated layers were traced one by one: {traced.regions_failure}")
         if traced.changed:
             recorder.warn(f"the forward changes {', '.join(traced.changed)}: once, at the trace, and not on each step")
         if traced.unbacked_failure is not None:

@@ -9,7 +9,11 @@ import piecework as pw
 from piecework.runtime.engine.engine import LLMEngine
 from piecework.runtime.engine.params import SamplingParams
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # Inductor would rather have TF32, which is what must not be had here.
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+]
 
 PROMPTS = ("Early in the morning", "She was", "A good tool is one that")
 PARAMS = SamplingParams(max_new_tokens=16, logprobs=1)

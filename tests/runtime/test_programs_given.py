@@ -144,3 +144,26 @@ def test_a_dump_says_why_it_has_no_portable_form(tmp_path: Path) -> None:
         assert runtime.counters["fallbacks"] == {"a program has no portable form": 1}
     assert "It has no portable form. portable: the model tensor" in main.read_text()
     assert not (tmp_path / "program.safetensors").exists()
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_why_layers_were_not_reused_is_counted(supported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a fallback; as a warning where torch is too old for it, which no change of the model mends."""
+
+    class Block(torch.nn.Module):
+        def __init__(self, scale: float) -> None:
+            super().__init__()
+            self.linear, self.scale = torch.nn.Linear(4, 4), scale
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return self.linear(input) * self.scale
+
+    monkeypatch.setattr(programs_module, "reuse_is_supported", lambda: supported)
+    monkeypatch.setattr("piecework.graphs.trace.reuse_is_supported", lambda: supported)
+    model = torch.nn.Sequential(*(Block(float(i)) for i in range(4)))
+    with pw.Runtime(model, config(), dynamic_dims={"input": 0}) as runtime:
+        runtime.run("decode", {"input": X})
+        counters = runtime.counters.as_dict()
+    assert counters["regions_reused"] == 0
+    assert sum(counters["fallbacks"].values()) == supported
+    assert any("2.13 and later can" in text for text in counters["warnings"]) is not supported
