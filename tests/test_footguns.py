@@ -238,6 +238,7 @@ def test_duck_shapes_do_not_tie_dims_of_two_names() -> None:
             assert_step_is_plain(runtime, Model(function), {**x_of(num_tokens), "y": torch.randn(num_rows, WIDTH)})
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="before torch 2.12 Dynamo's settings are the process's")
 def test_somebody_elses_compile_in_another_thread() -> None:
     """Their torch.compile and our traces at once: both right, whoever comes first."""
     theirs = torch.compile(lambda x: x * 3 + 1, backend="aot_eager", dynamic=True)

@@ -222,6 +222,7 @@ def test_what_is_not_bytes() -> None:
 
 
 WRITTEN = torch.zeros(4)
+FROZEN_CONJUGATE = torch.complex(torch.ones(4), torch.ones(4)).conj()
 
 
 @pytest.mark.parametrize(
@@ -237,7 +238,6 @@ def test_frozen_tensors_that_cannot_travel(function: Any, message: str) -> None:
         PortableProgram.from_graph(graph, InputContract({"x": 0}).bind(X).signature)
 
 
-FROZEN_CONJUGATE = torch.complex(torch.ones(4), torch.ones(4)).conj()
 ODD = torch.arange(17, dtype=torch.uint8)[:16].view(torch.float32)
 
 

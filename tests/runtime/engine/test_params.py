@@ -23,7 +23,7 @@ def test_lists_become_tuples_and_nothing_changes_afterwards() -> None:
     assert (params.stop, params.stop_token_ids) == (("a", "b"), (3,))
     assert hash(params) == hash(SamplingParams(stop=("a", "b"), stop_token_ids=[3]))
     with pytest.raises(dataclasses.FrozenInstanceError):
-        params.seed = 1
+        params.seed = 1  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

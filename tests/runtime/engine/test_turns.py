@@ -66,7 +66,7 @@ def test_only_one_at_a_time_also_after_an_error() -> None:
     assert (inside, most) == (0, 1)
 
 
-class Interrupted(Turns):
+class Interrupted(Turns):  # type: ignore[misc]
     """An interrupt comes as soon as the lock is taken."""
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
