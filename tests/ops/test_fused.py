@@ -257,7 +257,7 @@ def test_the_first_kernel_that_can_run_is_chosen() -> None:
 
 def test_a_kernel_that_cannot_be_imported_is_passed_over() -> None:
     def needs_a_package() -> str | None:
-        import a_package_that_nobody_has  # noqa: F401  # type: ignore[import-not-found]
+        import a_package_that_nobody_has  # type: ignore[import-not-found]  # noqa: F401
 
         return None
 
