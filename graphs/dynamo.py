@@ -110,6 +110,30 @@ def _changed_objects() -> Iterator[str]:
             yield re.sub(r"^G\['(__import_)?(.*?)'\]", lambda match: match[2].replace("_dot_", "."), name)
 
 
+def outside_state() -> tuple[Any, ...]:
+    """What the frame being traced has changed so far, to be compared with the same at another place in it."""
+    side_effects = InstructionTranslator.current_tx().output.side_effects
+    state: list[Any] = []
+    for variable in side_effects._get_modified_vars():
+        if isinstance(variable.mutation_type, (AttributeMutationExisting, ValueMutationExisting)):
+            stored = side_effects.store_attr_mutations.get(variable, {})
+            attributes = sorted((name, _identity(value)) for name, value in stored.items())
+            items = getattr(variable, "items", None)
+            if isinstance(items, list):
+                state.append((id(variable), *map(_identity, items)))
+            else:
+                # A dict or a set: no two states of it are taken for equal.
+                state.append((id(variable), *attributes) if attributes else object())
+    return tuple(state)
+
+
+def _identity(variable: Any) -> str:
+    if variable.is_python_constant():
+        value = variable.as_python_constant()
+        return f"{type(value)} {value!r}"
+    return f"variable {id(variable)}"
+
+
 def _stand_in(index: int, example: Any) -> Any:
     if not isinstance(example, torch.Tensor):
         return _STAND_IN_INT + index

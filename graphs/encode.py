@@ -133,6 +133,11 @@ def encode_function(function: Any) -> Data:
     if isinstance(function, OpOverloadPacket):
         return {"packet": function._qualified_op_name}
     if isinstance(function, HigherOrderOperator):
+        if function.name().startswith("triton_kernel_wrapper"):
+            raise PortableError(
+                "portable: the graph launches a Triton kernel, which is an entry of a table of this process; wrap the "
+                "launch in a split op or another custom operator"
+            )
         return {"higher_order": function.name()}
     name = getattr(function, "__qualname__", getattr(function, "__name__", ""))
     short = getattr(function, "__name__", "")

@@ -9,8 +9,8 @@ Dynamo knows from elsewhere (an Enum member, a class, a config that the root rea
 `1.0`, the autocast state, and globals that change between two calls. So only layers whose Python state is the same
 share one: plain values by type and value, everything else by identity, in the whole subtree; but integers by type
 alone, since torch's guards do hold for them and many models number their layers. A call under another autocast state,
-or with one tensor as two arguments, is no region, and a trace that changed globals is thrown away. What a stamp reads
-is checked afterwards: see Note [A reused region is checked].
+or with one tensor as two arguments, is no region, and a trace that changed something outside of the model between two
+calls is thrown away. What a stamp reads is checked afterwards: see Note [A reused region is checked].
 
 Note [How layers are marked]
 While the model is traced, the layers' class has another `forward`, which calls the region if Dynamo traces a layer that
@@ -27,6 +27,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch._dynamo.comptime import comptime
+
+from .dynamo import outside_state
 
 MIN_LAYERS = 4
 """Fewer equal layers than this are traced one by one: a region costs about as much as it saves."""
@@ -53,6 +56,13 @@ class Regions:
     """By dotted name."""
     groups: tuple[tuple[str, ...], ...]
     """Names of layers that share a region: see Note [Which layers share a region]."""
+    states: dict[int, set[Any]] = dataclasses.field(default_factory=dict)
+    """Index of a region -> what the forward had changed outside of the model when it was called."""
+
+    def check_states(self) -> None:
+        """Raises: RegionError if something outside of the model changed between two calls of a region."""
+        if any(len(states) > 1 for states in self.states.values()):
+            raise RegionError("the forward changes what layers may read between two of them")
 
     def locate(self, name: str) -> tuple[str, str]:
         """The layer that a tensor of this dotted name is in, or "", and its name there."""
@@ -67,9 +77,11 @@ class Regions:
         """Lets Dynamo trace the layers as regions; see Note [How layers are marked]. The caller holds COMPILE_LOCK."""
         classes = [type(self.layers[group[0]]) for group in self.groups]
         regions = tuple(_region(layer_class, index) for index, layer_class in enumerate(classes))
+        self.states.clear()
+        recorders = tuple(_recorder(self.states, index) for index in range(len(classes)))
         with contextlib.ExitStack() as stack:
             for layer_class in dict.fromkeys(classes):
-                stack.enter_context(_forward_replaced(layer_class, _forward_once(layer_class, regions)))
+                stack.enter_context(_forward_replaced(layer_class, _forward_once(layer_class, regions, recorders)))
             for index, group in enumerate(self.groups):
                 for name in group:
                     self.layers[name].__dict__[_INDEX] = index
@@ -178,7 +190,16 @@ def _region(layer_class: type, index: int) -> Callable[..., Any]:
     return marked
 
 
-def _forward_once(layer_class: type, regions: tuple[Callable[..., Any], ...]) -> Callable[..., Any]:
+def _recorder(states: dict[int, set[Any]], index: int) -> Callable[[Any], None]:
+    def record(context: Any) -> None:
+        states.setdefault(index, set()).add(outside_state())
+
+    return record
+
+
+def _forward_once(
+    layer_class: type, regions: tuple[Callable[..., Any], ...], recorders: tuple[Callable[[Any], None], ...]
+) -> Callable[..., Any]:
     """The forward of a class while it is marked."""
     forward: Any = layer_class.forward  # type: ignore[attr-defined]
     ambient = _ambient()
@@ -190,6 +211,7 @@ def _forward_once(layer_class: type, regions: tuple[Callable[..., Any], ...]) ->
         # Two arguments that are one tensor are one in the region, and two other ones are then one of them in a stamp.
         if index is None or _ambient() != ambient or _has_twice(_tensors([*args, *kwargs.values()])):
             return forward(self, *args, **kwargs)
+        comptime(recorders[index])  # runs while Dynamo traces
         return regions[index](self, *args, **kwargs)
 
     return forward_once

@@ -17,10 +17,11 @@ import torch
 from torch.fx import Node
 
 from ..errors import InputError, TraceError
+from ..ops import registry
 from .bindings import InputBinding, ModelTensor, SizeBinding
 from .inputs import TOKENS, InputContract
 from .memory import memories_of
-from .mutation import mutated_arguments
+from .mutation import is_mutation, mutated_arguments
 from .outputs import OutputContract, Rows, map_leaves
 from .trace import BindingRef, OutputRef, Traced
 
@@ -99,6 +100,27 @@ def reduced_outputs(traced: Traced, contract: InputContract, rows: Mapping[str, 
 
     map_leaves(traced.output, leaf)
     return reduced
+
+
+def written_from_tokens(traced: Traced, contract: InputContract) -> tuple[str, ...]:
+    """Names of the model's tensors into which the forward writes, outside of split ops, what it computes from tokens.
+
+    A split op knows from its context which rows are padding; what is traced does not, and writes them too.
+    """
+    graph = traced.graph_module.graph
+    from_tokens, _ = _from_tokens(traced, contract)
+    written: set[int] = set()
+    for node in graph.nodes:
+        if is_mutation(node) and not (node.op == "call_function" and registry.match(node.target)):
+            targets = list(mutated_arguments(node))
+            if any(argument in from_tokens for argument in node.all_input_nodes if argument not in targets):
+                written.update(memory for argument in targets for memory in memories_of(argument))
+    placeholders = zip(traced.bindings.placeholders, graph.find_nodes(op="placeholder"), strict=True)
+    return tuple(
+        binding.path
+        for binding, node in placeholders
+        if isinstance(binding, ModelTensor) and not written.isdisjoint(memories_of(node))
+    )
 
 
 def check_token_rows(reduced: Mapping[str, str], outputs: OutputContract) -> None:

@@ -33,7 +33,7 @@ from .dynamo import (
 )
 from .inputs import TOKENS, InputContract, Signature
 from .outputs import map_leaves
-from .region import RegionError, Regions, find_regions, reuse_is_supported
+from .region import Regions, find_regions, reuse_is_supported
 from .region_inline import drop_unread, inline_regions
 from .trace_errors import explain_failure, first_line
 
@@ -230,8 +230,8 @@ def _read(
             "trace: the model computes nothing from its inputs, so there is no graph; check which inputs it gets, or "
             "use compiler='eager'"
         )
-    if regions is not None and capture.changed:
-        raise RegionError(f"the forward changes {', '.join(capture.changed)}, which stamped out layers do not see")
+    if regions is not None:
+        regions.check_states()
     symbols = _symbols(capture, contract)
     bound = {node: _bind(node, value, index, symbols) for node, value in capture.placeholders()}
     reused = inline_regions(graph_module, regions, {node: _owners(binding) for node, binding in bound.items()})

@@ -55,7 +55,9 @@ def compilable(
 
     The class is changed in place (`__call__`, `_apply`, `runtime`) and returned. Subclasses inherit all of it and may
     be decorated again. Copies and pickles of an instance start without a Runtime, and so does an instance after a
-    change of dtype or device (`.to(...)`, `.half()`). With `startup="eager"` the first call's inputs are the examples.
+    change of dtype or device (`.to(...)`, `.half()`). Python state that forward reads, hooks below the instance too, is
+    as at the first call, as in `Runtime`; hooks of the instance itself get the inputs as keyword arguments. With
+    `startup="eager"` the first call's inputs are the examples.
 
     Args:
         phase: the phase of every step, or a function that chooses it from the inputs by name.

@@ -19,7 +19,7 @@ from ..graphs.outputs import OutputContract, Rows
 from ..graphs.piece import CompiledPieces
 from ..graphs.program import Program, ProgramKind, SizesByName, TensorsByName
 from ..graphs.region import reuse_is_supported
-from ..graphs.rows import check_token_rows
+from ..graphs.rows import check_token_rows, written_from_tokens
 from ..graphs.stitched import PiecewiseGraph
 from ..graphs.trace import trace
 from ..ops import registry
@@ -251,6 +251,11 @@ class ProgramFamily:
             recorder.fallback("repeated layers were traced one by one", because=traced.regions_failure)
         elif traced.regions_failure is not None:
             recorder.warn(f"repeated layers were traced one by one: {traced.regions_failure}")
+        if names := written_from_tokens(traced, self._contract):
+            recorder.warn(
+                f"the forward writes what it computes from the tokens into {', '.join(names)}: padded rows too; "
+                f"write it in a split op, which knows them from its context"
+            )
         if traced.changed:
             recorder.warn(f"the forward changes {', '.join(traced.changed)}: once, at the trace, and not on each step")
         if traced.unbacked_failure is not None:

@@ -228,7 +228,9 @@ class Runtime:
         with self._build_lock:
             families = [family for family in self._families.values() if family.general]
         if not families:
-            raise InputError("export: nothing was traced yet; call run() or warm_up() first")
+            raise InputError(
+                "export: nothing was traced yet; call run() or warm_up() first (compiler eager traces nothing)"
+            )
         return tuple(_portable(family, program) for family in families for program in family.general)
 
     def close(self) -> None:
@@ -250,8 +252,8 @@ class Runtime:
     def _bind(self, programs: Sequence[PortableProgram]) -> list[tuple[PortableProgram, PiecewiseGraph]]:
         if isinstance(programs, PortableProgram) or not all(isinstance(each, PortableProgram) for each in programs):
             raise InputError(
-                "programs: expected a list of PortableProgram, got something else; make them of a file's bytes with "
-                "PortableProgram.from_bytes"
+                f"programs: expected a list of PortableProgram, got {_kinds(programs)}; make them of "
+                f"bytes with PortableProgram.from_bytes"
             )
         if programs and self.config.evaluate_guards:
             raise ConfigError(
@@ -385,6 +387,13 @@ class Runtime:
         )
         self._families[signature, compiler] = family
         return family
+
+
+def _kinds(values: Any) -> str:
+    """The types of what was given, in words."""
+    if not isinstance(values, (list, tuple)):
+        return type(values).__name__
+    return f"a {type(values).__name__} of {', '.join(sorted({type(value).__name__ for value in values}))}"
 
 
 def _portable(family: ProgramFamily, program: Program) -> PortableProgram:

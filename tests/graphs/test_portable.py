@@ -17,6 +17,7 @@ from torch import nn
 
 import piecework
 from piecework.errors import PortableError
+from piecework.graphs.encode import encode_function
 from piecework.graphs.inputs import InputContract
 from piecework.graphs.portable import PortableProgram
 from piecework.graphs.recorder import NullRecorder
@@ -303,6 +304,18 @@ def test_what_cannot_travel() -> None:
     signature = InputContract({"x": 0}).bind(X).signature
     with pytest.raises(PortableError, match=r"not found under a name of its own.*\(node add"):
         PortableProgram.from_graph(graph, signature)
+
+
+def test_a_triton_kernel_cannot_travel() -> None:
+    """Its node names it by an index into a table of this process."""
+    from torch._higher_order_ops.triton_kernel_wrap import (
+        triton_kernel_wrapper_functional,
+        triton_kernel_wrapper_mutation,
+    )
+
+    for operator in (triton_kernel_wrapper_mutation, triton_kernel_wrapper_functional):
+        with pytest.raises(PortableError, match="launches a Triton kernel"):
+            encode_function(operator)
 
 
 def test_a_key_that_cannot_travel() -> None:

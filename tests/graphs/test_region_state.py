@@ -173,6 +173,29 @@ class SetsList(Stack):
         return applied(x)
 
 
+class SetsAndResets(SetsNow):
+    """Afterwards all is as it was."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        Now.scale = 1.0
+        return x
+
+
+class SetsOnce(Stack):
+    """All layers see the same."""
+
+    def __init__(self) -> None:
+        super().__init__(ReadsNow)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Now.scale = 3.0
+        for layer in self.layers:
+            x = layer(x)
+        Now.scale = 1.0
+        return applied(x)
+
+
 class Linears(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(self.first(x))
@@ -221,6 +244,8 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "a hook": hooked(lambda layer: layer.register_forward_hook(lambda m, a, out: out * 3)),
     "a forward of its own below": own_forward,
     "a class attribute that changes": SetsNow,
+    "a class attribute that changes and is reset": SetsAndResets,
+    "a class attribute that is set once": SetsOnce,
     "a global list that changes": SetsList,
     "autocast around some": CastSome,
     "modules that are compared": ComparesModules,
@@ -256,6 +281,8 @@ def test_the_program_does_what_the_model_does(name: str, compiler: str) -> None:
         # Calls under autocast are no regions.
         ("autocast around some", 2),
         ("a class attribute that changes", 0),
+        ("a class attribute that changes and is reset", 0),
+        ("a class attribute that is set once", 5),
         ("a global list that changes", 0),
     ],
 )

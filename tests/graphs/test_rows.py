@@ -11,11 +11,12 @@ import torch
 from piecework.errors import InputError
 from piecework.graphs.inputs import InputContract
 from piecework.graphs.outputs import OutputContract, OutputDims
-from piecework.graphs.rows import check_token_rows, output_rows, reduced_outputs
+from piecework.graphs.rows import check_token_rows, output_rows, reduced_outputs, written_from_tokens
 
 from .toys import Fn, accumulate, applied, halves, trace_model
 
 DIMS = {"x": {0: "tokens"}}
+X = {"x": torch.randn(6, 4)}
 Body = Callable[[Any, torch.Tensor], Any]
 
 
@@ -107,3 +108,38 @@ def test_none_leaves_an_output_alone(output_dims: OutputDims) -> None:
 def test_a_lone_output_is_left_alone_by_a_plain_none() -> None:
     with pytest.raises(InputError, match=r"output '': .*got shape \[4\].*say output_dims=None if padding"):
         check_token_rows({"": "shape [4]"}, OutputContract(0))
+
+
+def _written(function: Any) -> tuple[str, ...]:
+    contract = InputContract({"x": 0})
+    return written_from_tokens(
+        trace_model(Fn(function, cache=torch.zeros(8, 4), total=torch.zeros(4)), X, DIMS), contract
+    )
+
+
+def into_a_slice(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.cache[: x.shape[0]].copy_(x)
+    return x + 1
+
+
+def a_sum(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.total.add_(x.sum(0))
+    return x + 1
+
+
+def in_a_split_op(m: Any, x: torch.Tensor) -> torch.Tensor:
+    accumulate(x, m.total)
+    return x + 1
+
+
+def a_count(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.total.add_(1)
+    return x + m.total
+
+
+@pytest.mark.parametrize(
+    ("function", "names"),
+    [(into_a_slice, ("cache",)), (a_sum, ("total",)), (in_a_split_op, ()), (a_count, ())],
+)
+def test_buffers_that_padded_rows_are_written_into(function: Any, names: tuple[str, ...]) -> None:
+    assert _written(function) == names

@@ -108,6 +108,14 @@ def test_evaluate_guards_needs_a_trace(exported: tuple[pw.PortableProgram, ...])
         runtime_of(Model(), programs=exported, config=config(evaluate_guards=True))
 
 
+@pytest.mark.parametrize(
+    ("programs", "got"), [([b"bytes"], "a list of bytes"), (b"bytes", "bytes"), ("path", "str"), ([1, "x"], "int, str")]
+)
+def test_what_is_no_program(programs: object, got: str) -> None:
+    with pytest.raises(pw.InputError, match=f"expected a list of PortableProgram, got .*{got}"):
+        runtime_of(Model(), programs=programs)
+
+
 def test_nothing_to_export() -> None:
     with runtime_of(Model()) as runtime, pytest.raises(pw.InputError, match="nothing was traced yet"):
         runtime.export()
