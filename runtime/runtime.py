@@ -13,15 +13,12 @@ from typing import Any
 
 import torch
 
-from ..errors import CompileError, ConfigError, InputError, PortableError, RuntimeClosedError
+from ..errors import CompileError, ConfigError, InputError, RuntimeClosedError
 from ..graphs.debug import MutationWitness
-from ..graphs.dump import dump_program
 from ..graphs.inputs import TOKENS, BoundInputs, InputContract, Signature, ambient_state
 from ..graphs.outputs import OutputContract, OutputDims
 from ..graphs.piece import CompiledPieces
 from ..graphs.portable import PortableProgram
-from ..graphs.program import Program
-from ..graphs.stitched import PiecewiseGraph
 from ..ops.context import use_context
 from ..ops.fused_choice import Choice as FusedChoice
 from ..ops.fused_choice import choose
@@ -30,6 +27,7 @@ from .entries import Entry, EntryKey
 from .events import Counters, Event, Recorder, Scope
 from .explain import Explanation, explain
 from .forward import check_arguments, check_mapping, check_written, training_modules
+from .portability import bind_programs, dump_programs, portable_programs
 from .programs import AnyProgram, EagerProgram, ProgramFamily, check_guards
 from .startup import POLICIES
 from .step import inside_step
@@ -104,7 +102,7 @@ class Runtime:
         self._witness = MutationWitness() if self.config.evaluate_guards else None
         self._closed = False
         self._examples = self._contract.bind(example_inputs) if example_inputs is not None else None
-        self._programs = self._bind(programs)
+        self._programs = bind_programs(programs, model, self.config)
         POLICIES[self.config.startup].on_construct(self)
 
     def run(self, phase: Phase | str, inputs: Mapping[str, Any], context: object = None) -> Any:
@@ -136,15 +134,17 @@ class Runtime:
             check_guards(program, bound, self._fused[self.config.phase(phase).compiler])
         check_written(program.written_inputs, bound.tensors)
         tensors = bound.tensors if program.kind == "eager" else self._contract.pad_to_bucket(bound, size)
-        warn = self._recorder.within(Scope(phase=phase, bucket=entry.bucket)).warn
-        padded_context = pad_context(context, bound, size, self._contract, warn)
+        scope = Scope(phase=phase, bucket=entry.bucket)
+        padded_context = pad_context(
+            context, bound, size, self._contract, lambda text: self._recorder.within(scope).warn(text)
+        )
         with torch.inference_mode(), use_context(padded_context), inside_step():
             outputs = program(tensors, sizes, bound.sizes)
             for name in program.written_inputs:
                 self._contract.copy_back(name, bound.tensors[name], tensors[name])
             outputs = self._outputs.cut(outputs, padded=size, num_tokens=bound.num_tokens, rows=program.rows)
         entry.num_steps += 1
-        self.counters.add("steps", scope=Scope(phase=phase, bucket=entry.bucket))
+        self.counters.add("steps", scope=scope)
         return outputs
 
     def warm_up(self, phase: Phase | str | None = None) -> None:
@@ -202,21 +202,10 @@ class Runtime:
         Raises:
             InputError: nothing was traced yet.
         """
-        programs = [(family, program) for family in self._families.values() for program in family.general]
-        if not programs:
+        written = dump_programs(self._families.values(), Path(directory), self._recorder)
+        if written is None:
             raise InputError("dump: nothing was traced yet; call run() or warm_up() first")
-        root = Path(directory)
-        targets = [root] if len(programs) == 1 else [root / f"trace_{i}" for i in range(len(programs))]
-        written = []
-        for (family, program), target in zip(programs, targets, strict=True):
-            portable: PortableProgram | PortableError
-            try:
-                portable = _portable(family, program)
-            except PortableError as error:
-                portable = error
-                self._recorder.fallback("a program has no portable form", because=str(error))
-            written.append(dump_program(program.graph, target, portable=portable))
-        return written[0]
+        return written
 
     def export(self) -> tuple[PortableProgram, ...]:
         """The traced programs in a form that leaves the process; another one passes them as `programs`.
@@ -226,12 +215,12 @@ class Runtime:
             PortableError: a program holds something that cannot leave the process.
         """
         with self._build_lock:
-            families = [family for family in self._families.values() if family.general]
-        if not families:
+            programs = portable_programs(self._families.values())
+        if not programs:
             raise InputError(
                 "export: nothing was traced yet; call run() or warm_up() first (compiler eager traces nothing)"
             )
-        return tuple(_portable(family, program) for family in families for program in family.general)
+        return programs
 
     def close(self) -> None:
         """Drops every program. A later `run` raises; closing twice is fine."""
@@ -248,18 +237,6 @@ class Runtime:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-    def _bind(self, programs: Sequence[PortableProgram]) -> list[tuple[PortableProgram, PiecewiseGraph]]:
-        if isinstance(programs, PortableProgram) or not all(isinstance(each, PortableProgram) for each in programs):
-            raise InputError(
-                f"programs: expected a list of PortableProgram, got {_kinds(programs)}; make them of "
-                f"bytes with PortableProgram.from_bytes"
-            )
-        if programs and self.config.evaluate_guards:
-            raise ConfigError(
-                "programs: expected none under evaluate_guards, since they carry no guards; drop one of the two"
-            )
-        return [(program, program.bind(self.model)) for program in programs]
 
     def _known_inputs(self) -> list[BoundInputs]:
         """Inputs to warm up with: those of earlier steps, else the examples."""
@@ -286,15 +263,15 @@ class Runtime:
         size = entry.size if entry.size is not None else num_tokens
         sizes = {**bound.sizes, TOKENS: size}
         settled = entry.program.kind != "eager" and entry.program.holds_at(sizes)
-        recorder = self._recorder.within(Scope(phase=phase, bucket=bucket, in_step=True))
+        scope = Scope(phase=phase, bucket=bucket, in_step=True)
         if settled and not entry.program.holds_padded_from(num_tokens):
             # Its branch is the bucket's, and this step's is another one.
             reason = "the model decides on a size between the step's and the bucket: unpadded"
-            recorder.fallback(reason, sizes=bound.sizes)
+            self._recorder.within(scope).fallback(reason, sizes=bound.sizes)
             settled, size, sizes = False, num_tokens, {**bound.sizes}
         if settled or entry.family is None:
             if entry.fallback is not None:
-                recorder.fallback(entry.fallback)
+                self._recorder.within(scope).fallback(entry.fallback)
             return entry, entry.program, sizes
         # The entry's program does not hold at this size: of a step without padding, or of another dim.
         recorder = self._recorder.within(Scope(phase=phase, in_step=True))
@@ -387,17 +364,6 @@ class Runtime:
         )
         self._families[signature, compiler] = family
         return family
-
-
-def _kinds(values: Any) -> str:
-    """The types of what was given, in words."""
-    if not isinstance(values, (list, tuple)):
-        return type(values).__name__
-    return f"a {type(values).__name__} of {', '.join(sorted({type(value).__name__ for value in values}))}"
-
-
-def _portable(family: ProgramFamily, program: Program) -> PortableProgram:
-    return PortableProgram.from_graph(program.graph, family.signature, kernels=family.fused.kernels)
 
 
 def _phase(phase: Phase | str) -> Phase:

@@ -15,23 +15,13 @@ from .toys import (
     Fn,
     assert_equals_model,
     assert_same,
-    double,
     make_program,
+    plain,
     run,
     run_eager,
     trace_model,
+    x_of,
 )
-
-
-def x_of(num_tokens: int, *, seed: int = 0) -> dict[str, torch.Tensor]:
-    return {"x": torch.randn(num_tokens, 4, generator=torch.Generator().manual_seed(seed))}
-
-
-def plain(m: Any, x: torch.Tensor) -> torch.Tensor:
-    out = torch.empty_like(x)
-    double(x + 1, out)
-    return out.relu() * 3
-
 
 TWO = {"x": {0: "tokens"}, "y": {0: "rows"}}
 

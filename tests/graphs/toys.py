@@ -58,6 +58,18 @@ def applied(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def x_of(num_tokens: int, *, seed: int = 0) -> dict[str, torch.Tensor]:
+    """The input `x` of that many tokens, the same for the same seed."""
+    return {"x": torch.randn(num_tokens, 4, generator=torch.Generator().manual_seed(seed))}
+
+
+def plain(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """A model's forward with one split op between two pieces."""
+    out = torch.empty_like(x)
+    double(x + 1, out)
+    return out.relu() * 3
+
+
 def assert_same(got: Any, expected: Any) -> None:
     """Same structure and types; tensors of one dtype and shape, close in value."""
     assert type(got) is type(expected)
