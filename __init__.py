@@ -37,6 +37,7 @@ _EXPORTS = {
     "Runtime": ".runtime.runtime",
     "compilable": ".runtime.compilable",
     # what can go wrong
+    "CaptureError": ".errors",
     "CompileError": ".errors",
     "ConfigError": ".errors",
     "ContextError": ".errors",
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from . import ops as ops
     from . import phases as phases
     from . import runtime as runtime
+    from .errors import CaptureError as CaptureError
     from .errors import CompileError as CompileError
     from .errors import ConfigError as ConfigError
     from .errors import ContextError as ContextError

@@ -11,6 +11,7 @@
     │   └── GuardError                  the trace holds only for sizes that no interval describes
     ├── RecompileError                  evaluate_guards: a call would have needed another trace
     ├── CompileError                    a compiler failed on a piece
+    ├── CaptureError                    a forward cannot be captured, or a capture can no longer be replayed
     ├── PortableError                   a program cannot leave the process, or is not one that fits here
     ├── RuntimeClosedError              the runtime was closed
     └── ModelError                      a checkpoint, its config or its tokenizer cannot be used
@@ -63,6 +64,17 @@ class RecompileError(PieceworkError):
 
 class CompileError(PieceworkError):
     """A compiler failed on a piece."""
+
+
+class CaptureError(PieceworkError):
+    """A forward does what no capture can record, or a split op breaks what its capture relies on."""
+
+    def __init__(self, message: str, *, op: str | None = None, line: str | None = None) -> None:
+        super().__init__(message)
+        self.op = op
+        """Qualified name of the operator, where it is known."""
+        self.line = line
+        """`file:line` of the model, where it is known."""
 
 
 class PortableError(PieceworkError):

@@ -8,7 +8,6 @@ import itertools
 import logging
 import operator
 import re
-import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -17,6 +16,7 @@ import sympy
 import torch
 import torch._dynamo.config
 import torch.fx.experimental._config
+from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.decorators import mark_unbacked
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -27,8 +27,12 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, Guar
 from ..errors import TraceError
 from .inputs import BoundInputs, InputContract, Signature
 
-COMPILE_LOCK = threading.RLock()
-"""Held around every trace and compile of the process: torch.compile is not re-entrant across threads."""
+COMPILE_LOCK = compile_lock
+"""Held around every trace and compile of the process: torch.compile is not re-entrant across threads.
+
+It is Dynamo's own, since somebody else may be compiling too: torch says in a flag of the whole process that FX traces,
+and refuses what another thread compiles meanwhile.
+"""
 
 Mode = Literal["unbacked", "backed"]
 

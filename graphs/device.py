@@ -1,0 +1,89 @@
+"""What the capture backends need from a device: to record work, to replay it, and to know what it costs.
+
+Two implementations: cuda.py, on CUDA graphs, and tape.py, on a list of calls for machines without a GPU. Backends know
+only this file.
+
+Note [Who owns captured memory]
+Whatever a capture allocates lies in its runtime's pool. It is scratch: the allocator may give it to the next capture as
+soon as no tensor holds it, so its content means something only within one replay of the capture that wrote it. That is
+enough, since a capture is replayed as a whole, one at a time per pool, in the order in which it was recorded. What
+outlives that, or what Python touches at a replay (inputs, a step's context, arguments and results of split ops, the
+outputs), lies in the phase's buffers (buffers.py), which are allocated outside of captures and held strongly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from .layouts import CallLayout
+
+
+class Pool(Protocol):
+    """The memory that all captures of a runtime share."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the pool holds of the device, in use or not; it gives them back when no capture of it lives."""
+
+
+class Segment(Protocol):
+    """Recorded work."""
+
+    def replay(self) -> None:
+        """Does the work again, on the caller's stream, reading and writing the addresses of the capture."""
+
+    def release(self) -> None:
+        """Lets go of what it holds; it cannot be replayed afterwards. A second call does nothing."""
+
+
+class Session(Protocol):
+    """A capture in the making: one segment, or several with breaks between them. Of one thread.
+
+    Inside a segment, work on the device is recorded and not done. During a break nothing of the model may run.
+    """
+
+    def begin(self) -> None:
+        """Starts a segment."""
+
+    def end(self) -> Segment:
+        """Ends it. Streams that were forked off in it are joined first, and forked off again in the next one.
+
+        Raises:
+            CaptureError: the device gave the recording up.
+        """
+
+    def call(self, function: Callable[..., Any], arguments: Sequence[Any], layout: CallLayout) -> Sequence[Any]:
+        """Records the call of a compiled callable, which a dispatch mode cannot look into.
+
+        Args:
+            layout: how its outputs lay when it really ran with such arguments.
+
+        Returns:
+            Its outputs, with the addresses that they have at each replay.
+        """
+
+
+class GraphDevice(Protocol):
+    """Where captures are made and replayed."""
+
+    name: str
+    """`cuda` or `tape`."""
+
+    def open_pool(self) -> Pool:
+        """A new pool, with nothing in it."""
+
+    def session(self, pool: Pool) -> contextlib.AbstractContextManager[Session]:
+        """Starts a capture into `pool`. A segment that is open when the body ends or raises is given up.
+
+        Raises:
+            CaptureError: from the body, when the model does something that cannot be recorded; names the operator
+                and the line of the model, where they are known.
+        """
+
+    def exclusive(self) -> contextlib.AbstractContextManager[None]:
+        """Around a step: orders its work on the device after that of earlier steps, whatever streams they used."""
+
+    def give_back(self) -> None:
+        """Returns to the device what pools without captures held."""
