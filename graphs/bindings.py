@@ -116,7 +116,14 @@ class TensorIndex:
             return self._inputs[id(tensor)]
         if id(tensor) not in self._owners:
             return FrozenTensor(tensor)
-        first, *others = self._owners[id(tensor)]
+        return self._owned(id(tensor))
+
+    def everything(self) -> tuple[ModelTensor, ...]:
+        """Every tensor of the model, once."""
+        return tuple(self._owned(key) for key in self._owners)
+
+    def _owned(self, key: int) -> ModelTensor:
+        first, *others = self._owners[key]
         return dataclasses.replace(first, ties=tuple(others))
 
 

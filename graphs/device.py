@@ -17,6 +17,9 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
+
+from ..phases import CaptureDevice
 from .layouts import CallLayout
 
 
@@ -44,6 +47,11 @@ class Session(Protocol):
     Inside a segment, work on the device is recorded and not done. During a break nothing of the model may run.
     """
 
+    runs_bodies: bool
+    """Whether the Python bodies of operators run while capturing, to have their kernels recorded."""
+    op: str | None
+    """The operator that is being recorded, where somebody who sees operators says so; for errors."""
+
     def begin(self) -> None:
         """Starts a segment."""
 
@@ -53,6 +61,9 @@ class Session(Protocol):
         Raises:
             CaptureError: the device gave the recording up.
         """
+
+    def saw_stream(self) -> None:
+        """Notes that work is being recorded on the current stream, which may have been forked off."""
 
     def call(self, function: Callable[..., Any], arguments: Sequence[Any], layout: CallLayout) -> Sequence[Any]:
         """Records the call of a compiled callable, which a dispatch mode cannot look into.
@@ -74,8 +85,8 @@ class GraphDevice(Protocol):
     def open_pool(self) -> Pool:
         """A new pool, with nothing in it."""
 
-    def session(self, pool: Pool) -> contextlib.AbstractContextManager[Session]:
-        """Starts a capture into `pool`. A segment that is open when the body ends or raises is given up.
+    def session(self, pool: Any) -> contextlib.AbstractContextManager[Session]:
+        """Starts a capture into one of its own pools. A segment that is open when the body ends or raises is given up.
 
         Raises:
             CaptureError: from the body, when the model does something that cannot be recorded; names the operator
@@ -87,3 +98,18 @@ class GraphDevice(Protocol):
 
     def give_back(self) -> None:
         """Returns to the device what pools without captures held."""
+
+
+def open_device(kind: CaptureDevice, device: torch.device) -> GraphDevice:
+    """The capture device for a model on `device`; its file is imported only now.
+
+    Raises:
+        NotAvailableError: there is none.
+    """
+    if kind is CaptureDevice.CUDA:
+        from .cuda import CudaDevice
+
+        return CudaDevice(device)
+    from .tape import TapeDevice
+
+    return TapeDevice()

@@ -262,10 +262,19 @@ def _quiet(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unchanged(model: torch.nn.Module) -> Iterator[None]:
-    """Refuses a forward that sets attributes: a compiled program would not, and a stand-in would be left behind.
+def unchanged(
+    model: torch.nn.Module,
+    *,
+    error: type[Exception] = TraceError,
+    where: str = "trace",
+    who: str = "a compiled program",
+) -> Iterator[None]:
+    """Refuses a forward that sets attributes: `who` would not, and a stand-in would be left behind.
 
     The lists and dicts that are attributes count too. What changes is put back.
+
+    Raises:
+        error: the body set something.
     """
     before = {name: (module, _attributes(module)) for name, module in model.named_modules()}
     contents = {
@@ -291,8 +300,8 @@ def unchanged(model: torch.nn.Module) -> Iterator[None]:
             value.clear()
             value.extend(copied) if isinstance(value, list) else value.update(copied)
     if changed:
-        raise TraceError(
-            f"trace: the model's forward sets {', '.join(changed)}; a compiled program would not do that on each step. "
+        raise error(
+            f"{where}: the model's forward sets {', '.join(changed)}; {who} would not do that on each step. "
             f"Return the value, or write into a buffer in place (buffer.copy_(...))"
         )
 

@@ -153,7 +153,7 @@ class InputContract:
         padded = {}
         for name, tensor in bound.tensors.items():
             dims = self.dynamic_dims.get(name, {})
-            _check_pad(name, tensor, self.pad.get(name, 0))
+            check_pad(name, tensor, self.pad.get(name, 0))
             padded[name] = pad_tensor(tensor, dims, bucket, self.pad.get(name, 0)).contiguous() if dims else tensor
         return padded
 
@@ -179,7 +179,8 @@ def ambient_state(devices: Iterable[torch.device]) -> tuple[str, ...]:
     return tuple(state)
 
 
-def _check_pad(name: str, tensor: torch.Tensor, value: int | float) -> None:
+def check_pad(name: str, tensor: torch.Tensor, value: int | float) -> None:
+    """Raises: InputError when the input's dtype cannot hold its pad value."""
     if isinstance(value, float) and not value.is_integer() and not tensor.dtype.is_floating_point:
         raise InputError(
             f"pad[{name!r}]: expected a value that {tensor.dtype} can hold, got {value!r}; pad with an integer"

@@ -39,6 +39,26 @@ class TensorLayout:
         last = self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
         return (last + 1) * self.dtype.itemsize
 
+    def dense(self) -> TensorLayout:
+        """The layout of a copy: these strides where they leave no gaps and no overlaps, else contiguous ones."""
+        expected = 1
+        for stride, size in sorted(zip(self.stride, self.shape, strict=True)):
+            if size != 1:
+                if stride != expected:
+                    return TensorLayout.contiguous(self.shape, self.dtype, self.device)
+                expected *= size
+        return dataclasses.replace(self, offset=0)
+
+    @classmethod
+    def contiguous(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> TensorLayout:
+        """The layout of a new tensor."""
+        strides: list[int] = []
+        step = 1
+        for size in reversed(shape):
+            strides.append(step)
+            step *= max(size, 1)
+        return cls(shape=tuple(shape), stride=tuple(reversed(strides)), dtype=dtype, device=device)
+
     def over(self, memory: torch.UntypedStorage) -> torch.Tensor:
         """A tensor of this layout over a memory of at least `num_bytes`."""
         empty = torch.empty(0, dtype=self.dtype, device=self.device)

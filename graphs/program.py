@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import Graph, GraphModule, Node
 
 from . import audit
@@ -25,6 +26,10 @@ ProgramKind = Literal["eager", "general", "specialized"]
 
 TensorsByName = Mapping[str, torch.Tensor]
 SizesByName = Mapping[str, int]
+Watch = Callable[[Callable[..., Any]], Callable[..., Any]]
+Hook = Callable[[str, Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
+
+OPERATORS = (OpOverload, OpOverloadPacket)
 
 
 class Program:
@@ -43,10 +48,13 @@ class Program:
         self.intervals = intervals
         self.rows: Mapping[str, Rows] | None = graph.rows
         self.written_inputs = graph.written_inputs
-        self._bindings = graph.traced.bindings
-        self._output = graph.traced.output
-        self._calls = calls
+        self.bindings = graph.traced.bindings
+        self.calls = calls
+        """Name of a piece -> what is called for it."""
+        self._watch: Watch | None = None
         self._forward = _link(graph.split.root, calls)
+        self._hooked: Callable[..., Sequence[Any]] | None = None
+        self._hook: Hook | None = None
 
     @property
     def interval(self) -> audit.Interval:
@@ -72,22 +80,64 @@ class Program:
             tensors: the inputs, padded to `sizes`.
             asked: the sizes without padding, which is what the model returns where it returns a size.
         """
-        outputs = self._forward(*self._bindings.arguments(tensors, sizes))
+        outputs = self._forward(*self.bindings.arguments(tensors, sizes))
+        return assemble(self.graph.traced.output, outputs, tensors, sizes, asked)
 
-        def leaf(path: str, value: Any) -> Any:
-            if isinstance(value, OutputRef):
-                return outputs[value.index]
-            if isinstance(value, SizeRef):
-                return value.at(asked if asked is not None else sizes)
-            if isinstance(value, BindingRef):
-                return _resolve(value.binding, tensors, sizes)
-            return value
+    def flat(self, tensors: TensorsByName, sizes: SizesByName, hook: Hook | None = None) -> tuple[Sequence[Any], Any]:
+        """Runs the forward; returns the graph's outputs, and the structure that `assemble` makes of them.
 
-        return map_leaves(self._output, leaf)
+        Args:
+            hook: called as `hook(name, call, arguments, kwargs)` in place of each piece and split op; `name` is that
+                of its node in the root graph. Of one thread at a time.
+        """
+        arguments = self.bindings.arguments(tensors, sizes)
+        if hook is None:
+            return self._forward(*arguments), self.graph.traced.output
+        if self._hooked is None:
+            self._hooked = _link(self.graph.split.root, self.calls, self._call_hook)
+        self._hook = hook
+        try:
+            return self._hooked(*arguments), self.graph.traced.output
+        finally:
+            self._hook = None
 
-    def watched(self, watch: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    def _call_hook(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        if self._watch is not None and isinstance(call, OpOverload):
+            call = self._watch(call)
+
+        def hooked(*arguments: Any, **kwargs: Any) -> Any:
+            assert self._hook is not None
+            return self._hook(name, call, arguments, kwargs)
+
+        return hooked
+
+    def watched(self, watch: Watch) -> None:
         """Relinks the program with `watch(op)` in place of every split op (the debug mode)."""
-        self._forward = _link(self.graph.split.root, self._calls, watch)
+        self._watch = watch
+        self._forward = _link(
+            self.graph.split.root, self.calls, lambda _, call: watch(call) if isinstance(call, OpOverload) else call
+        )
+
+
+def assemble(
+    structure: Any,
+    outputs: Sequence[Any],
+    tensors: TensorsByName,
+    sizes: SizesByName,
+    asked: SizesByName | None = None,
+) -> Any:
+    """What the model returns, from the flat outputs; `asked` are the sizes without padding."""
+
+    def leaf(path: str, value: Any) -> Any:
+        if isinstance(value, OutputRef):
+            return outputs[value.index]
+        if isinstance(value, SizeRef):
+            return value.at(asked if asked is not None else sizes)
+        if isinstance(value, BindingRef):
+            return _resolve(value.binding, tensors, sizes)
+        return value
+
+    return map_leaves(structure, leaf)
 
 
 def _resolve(binding: object, tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> Any:
@@ -102,19 +152,24 @@ def _resolve(binding: object, tensors: Mapping[str, torch.Tensor], sizes: Mappin
 def _link(
     root: Graph,
     calls: Mapping[str, CompiledCallable],
-    watch: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+    wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]] | None = None,
 ) -> Callable[..., Sequence[Any]]:
-    """The stitched graph as one generated Python function that calls the compiled pieces directly."""
+    """The stitched graph as one generated Python function that calls the compiled pieces directly.
+
+    Args:
+        wrap: makes what is called in place of each piece and operator, from its node's name and the callable.
+    """
     graph = Graph()
     copies: dict[Node, Node] = {}
     for node in root.nodes:
         if node.op == "call_module":
-            target: Callable[..., Any] = _named(calls[str(node.target)], str(node.target))
+            target: Callable[..., Any] = calls[str(node.target)]
+            target = _named(target if wrap is None else wrap(node.name, target), str(node.target))
             copies[node] = graph.call_function(target, torch.fx.map_arg(node.args, copies.__getitem__))
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-            if watch is not None and isinstance(node.target, torch._ops.OpOverload):
-                copies[node].target = _named(watch(node.target), node.target._schema.name.replace("::", "_"))
+            if wrap is not None and isinstance(node.target, OPERATORS):
+                copies[node].target = _named(wrap(node.name, node.target), node.name)
     forward: Callable[..., Sequence[Any]] = GraphModule(torch.nn.Module(), graph, class_name="Stitched").forward
     return forward
 

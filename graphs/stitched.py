@@ -13,6 +13,7 @@ from torch.fx import Node
 from ..phases import Compiler
 from . import audit
 from .bindings import FrozenTensor, InputBinding, PlaceholderBinding
+from .blank import blank_outputs
 from .compilers import CompiledCallable
 from .inputs import TOKENS, InputContract
 from .memory import memory_of
@@ -68,6 +69,7 @@ class PiecewiseGraph:
         """Seconds that these compiles took."""
         self._build = build
         self._built: dict[str, BuiltPiece] = {}
+        self._blank_outputs: dict[str, frozenset[int]] = {}
 
     @classmethod
     def from_trace(cls, traced: Traced, contract: InputContract, *, ambient: Sequence[str] = ()) -> PiecewiseGraph:
@@ -116,6 +118,13 @@ class PiecewiseGraph:
         if piece.name not in self._built:
             self._built[piece.name] = self._build(piece)
         return self._built[piece.name]
+
+    def blank_outputs(self, name: str) -> frozenset[int]:
+        """Indices of a piece's outputs that nothing was written to."""
+        if name not in self._blank_outputs:
+            piece = next(piece for piece in self.split.pieces if piece.name == name)
+            self._blank_outputs[name] = blank_outputs(self.built(piece).graph_module)
+        return self._blank_outputs[name]
 
     def distinct_pieces(self) -> dict[str, list[Piece]]:
         """The pieces of each fingerprint, in order of first appearance."""

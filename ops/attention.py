@@ -9,114 +9,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+import importlib.util
+from collections.abc import Callable
 from typing import Protocol, cast
 
 import torch
 
-from ..errors import InputError, NotAvailableError
-from .context import context_field, get_context
+from ..errors import InputError, NotAvailableError, PieceworkError
+from .attention_context import AttentionContext as AttentionContext
+from .context import get_context
 from .split_op import split_op
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionContext:
-    """What one step's attention needs to know about its requests; the tokens of a step lie request after request.
-
-    A request's new tokens are its last ones: a request with `n` new tokens and length `s` has them at the positions
-    `s - n` to `s - 1`, and whatever lies before is read from the cache.
-
-    Raises:
-        InputError: the fields disagree about the number of requests.
-    """
-
-    slot_mapping: torch.Tensor = context_field(pad=-1)  # noqa: RUF009 (it returns a dataclasses.field)
-    """[num_tokens], int64: `block * block_size + offset` where a token's K and V go; -1 writes nothing."""
-    query_start_loc: torch.Tensor = context_field(pad=0, dims={})  # noqa: RUF009
-    """[num_reqs + 1], int32: request `r` has the tokens `query_start_loc[r]` to `query_start_loc[r + 1] - 1`."""
-    seq_lens: torch.Tensor = context_field(pad=0, dims={})  # noqa: RUF009
-    """[num_reqs], int32: tokens of each request, the new ones included."""
-    block_table: torch.Tensor = context_field(pad=0, dims={})  # noqa: RUF009
-    """[num_reqs, max_blocks], int32: the cache blocks of each request in order; past its length any valid block."""
-    query_lens_host: tuple[int, ...] = ()
-    """New tokens of each request, so that no layer waits for the device; read from the tensors if not given."""
-    seq_lens_host: tuple[int, ...] = ()
-    """`seq_lens` on the host, for the same reason; read from the tensor if not given."""
-
-    def __post_init__(self) -> None:
-        num_reqs = self.num_reqs
-        if self.query_start_loc.shape != (num_reqs + 1,) or self.block_table.shape[:1] != (num_reqs,):
-            raise InputError(
-                f"AttentionContext: seq_lens has {num_reqs} requests, so query_start_loc must have {num_reqs + 1} "
-                f"elements and block_table {num_reqs} rows; got {list(self.query_start_loc.shape)} and "
-                f"{list(self.block_table.shape)}; build the context with AttentionContext.build(...)"
-            )
-        if not self.query_lens_host:
-            object.__setattr__(self, "query_lens_host", tuple(self.query_start_loc.diff().tolist()))
-        if not self.seq_lens_host:
-            object.__setattr__(self, "seq_lens_host", tuple(self.seq_lens.tolist()))
-        if len(self.query_lens_host) != num_reqs or len(self.seq_lens_host) != num_reqs:
-            raise InputError(
-                f"AttentionContext: there are {num_reqs} requests, but query_lens_host has "
-                f"{len(self.query_lens_host)} and seq_lens_host {len(self.seq_lens_host)}; give one number a request, "
-                f"or leave both out"
-            )
-
-    @property
-    def num_reqs(self) -> int:
-        """Number of requests in this step."""
-        return self.seq_lens.shape[0]
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of new tokens, padding not counted."""
-        return sum(self.query_lens_host)
-
-    @classmethod
-    def build(
-        cls,
-        *,
-        query_lens: Sequence[int],
-        seq_lens: Sequence[int],
-        block_tables: Sequence[Sequence[int]],
-        block_size: int,
-        device: torch.device | str = "cpu",
-    ) -> AttentionContext:
-        """Makes the tensors of a step from each request's new tokens, length and cache blocks.
-
-        Raises:
-            InputError: a request is shorter than its new tokens, or its blocks do not hold its length.
-        """
-        if not len(query_lens) == len(seq_lens) == len(block_tables):
-            raise InputError(
-                f"AttentionContext.build: query_lens, seq_lens and block_tables must have one element a request; got "
-                f"{len(query_lens)}, {len(seq_lens)} and {len(block_tables)} elements"
-            )
-        for request, (query_len, seq_len, blocks) in enumerate(zip(query_lens, seq_lens, block_tables, strict=True)):
-            if not 0 <= query_len <= seq_len <= len(blocks) * block_size:
-                raise InputError(
-                    f"AttentionContext.build: request {request} has {query_len} new tokens, length {seq_len} and "
-                    f"{len(blocks)} blocks of {block_size}; expected 0 <= new tokens <= length <= room in its blocks; "
-                    f"allocate more blocks or correct the lengths"
-                )
-        width = max((len(blocks) for blocks in block_tables), default=0)
-        table = torch.tensor([[*b, *[0] * (width - len(b))] for b in block_tables], dtype=torch.int64)
-        table = table.view(len(block_tables), width)
-        new = torch.tensor(query_lens, dtype=torch.int64)
-        total = torch.tensor(seq_lens, dtype=torch.int64)
-        start = torch.zeros(len(query_lens) + 1, dtype=torch.int64)
-        torch.cumsum(new, 0, out=start[1:])
-        request_of = torch.repeat_interleave(torch.arange(len(query_lens)), new)
-        position = torch.arange(len(request_of)) + (total - new - start[:-1])[request_of]
-        block = table[request_of, position // block_size]
-        return cls(
-            slot_mapping=(block * block_size + position % block_size).to(device),
-            query_start_loc=start.to(device, torch.int32),
-            seq_lens=total.to(device, torch.int32),
-            block_table=table.to(device, torch.int32),
-            query_lens_host=tuple(query_lens),
-            seq_lens_host=tuple(seq_lens),
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,6 +41,10 @@ class AttentionSpec:
     """Tokens in one cache block."""
     window_size: int = 0
     """Tokens that a token attends to, itself included; 0: all before it."""
+    is_static: bool = False
+    """Whether the context is the runtime's static copy, of which nothing can be read on the host."""
+    is_decode: bool = False
+    """Whether every request has exactly one new token; False for a static context, where it is not known."""
 
 
 class AttentionForward(Protocol):
@@ -170,6 +76,8 @@ class AttentionImplementation:
     """Why it cannot serve a spec, or None when it can. Must not import the implementation."""
     load: Callable[[], AttentionForward]
     """Imports and returns it; called at its first use."""
+    captures: bool = False
+    """Whether a call under a static context can be captured whole: it launches kernels, the same ones in each step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,27 +90,70 @@ class Choice:
     """(name, reason) of every implementation that was preferred but could not serve."""
 
 
-_NATIVE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_TORCH_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_TRITON_MAX_HEAD_SIZE = 512
 
 
-def _reject_torch_native(spec: AttentionSpec) -> str | None:
-    if spec.dtype not in _NATIVE_DTYPES:
-        return f"computes float64, float32, bfloat16 and float16, not {spec.dtype}"
+def _reject_dtypes(spec: AttentionSpec, dtypes: tuple[torch.dtype, ...]) -> str | None:
+    if spec.dtype not in dtypes:
+        *others, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+        return f"computes {', '.join(others)} and {last}, not {spec.dtype}"
     if spec.cache_dtype != spec.dtype:
         return f"needs the cache in the dtype of q, {spec.dtype}, not {spec.cache_dtype}"
     return None
 
 
-def _load_torch_native() -> AttentionForward:
-    return cast(AttentionForward, importlib.import_module("..torch_native", __name__).paged_attention)
+def _reject_triton(spec: AttentionSpec) -> str | None:
+    if spec.device_type != "cuda":
+        return f"runs on cuda, not on {spec.device_type}"
+    if importlib.util.find_spec("triton") is None:
+        return "needs triton, which is not installed; pip install triton"
+    if not (spec.is_static or spec.is_decode):
+        return "is slower than torch's operators where requests have many new tokens"
+    if spec.head_size > _TRITON_MAX_HEAD_SIZE:
+        return f"holds heads of at most {_TRITON_MAX_HEAD_SIZE} elements, not {spec.head_size}"
+    return _reject_dtypes(spec, _TRITON_DTYPES)
 
+
+def _reject_torch_native(spec: AttentionSpec) -> str | None:
+    if spec.is_static:
+        return "reads lengths on the host, and a static context has none there"
+    return _reject_dtypes(spec, _TORCH_DTYPES)
+
+
+def _reject_torch_static(spec: AttentionSpec) -> str | None:
+    return _reject_dtypes(spec, _TORCH_DTYPES)
+
+
+def _loader(module: str) -> Callable[[], AttentionForward]:
+    return lambda: cast(AttentionForward, importlib.import_module(module, __name__).paged_attention)
+
+
+_load_triton = _loader("..triton.paged_attention")
+_load_torch_native = _loader("..torch_native")
+_load_torch_static = _loader("..torch_static")
 
 IMPLEMENTATIONS: tuple[AttentionImplementation, ...] = (
+    AttentionImplementation(
+        name="triton",
+        why="one kernel a step, which reads every length on the device",
+        reject=_reject_triton,
+        load=_load_triton,
+        captures=True,
+    ),
     AttentionImplementation(
         name="torch_native",
         why="runs on every device, with torch's own operators",
         reject=_reject_torch_native,
         load=_load_torch_native,
+    ),
+    AttentionImplementation(
+        name="torch_static",
+        why="runs on every device, with torch's own operators, and reads every length on the device",
+        reject=_reject_torch_static,
+        load=_load_torch_static,
+        captures=True,
     ),
 )
 """In the order of preference."""
@@ -218,13 +169,15 @@ def choose_implementation(spec: AttentionSpec) -> Choice:
 
 
 @functools.lru_cache(maxsize=256)
-def _choose(spec: AttentionSpec, table: tuple[AttentionImplementation, ...]) -> tuple[Choice, AttentionForward]:
+def _choose(
+    spec: AttentionSpec, table: tuple[AttentionImplementation, ...]
+) -> tuple[Choice, AttentionForward, AttentionImplementation]:
     passed_over: list[tuple[str, str]] = []
     for implementation in table:
         reason = implementation.reject(spec)
         if reason is None:
             choice = Choice(name=implementation.name, reason=implementation.why, passed_over=tuple(passed_over))
-            return choice, implementation.load()
+            return choice, implementation.load(), implementation
         passed_over.append((implementation.name, reason))
     reasons = "".join(f"\n  {name}: {reason}" for name, reason in passed_over)
     raise NotAvailableError(
@@ -232,7 +185,48 @@ def _choose(spec: AttentionSpec, table: tuple[AttentionImplementation, ...]) -> 
     )
 
 
-@split_op(mutates_args=("k_cache", "v_cache", "out"))
+def _spec(
+    q: torch.Tensor, k: torch.Tensor, k_cache: torch.Tensor, window_size: int, context: AttentionContext
+) -> AttentionSpec:
+    return AttentionSpec(
+        device_type=q.device.type,
+        dtype=q.dtype,
+        cache_dtype=k_cache.dtype,
+        num_heads=q.shape[1],
+        num_kv_heads=k.shape[1],
+        head_size=q.shape[2],
+        block_size=k_cache.shape[1],
+        window_size=window_size,
+        is_static=context.is_static,
+        is_decode=context.is_decode,
+    )
+
+
+def _why_not_captured(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    window_size: int = 0,
+) -> str | None:
+    """Why a call with this step's context cannot be captured whole, or None when it can; raises nothing."""
+    try:
+        context = get_context(AttentionContext)
+        _check_shapes(q, k, v, k_cache, v_cache, out, context)
+        chosen = _choose(_spec(q, k, k_cache, window_size, context), IMPLEMENTATIONS)[2]
+    except PieceworkError as error:
+        return str(error)
+    if not chosen.captures:
+        return f"{chosen.name} reads lengths on the host: a replay would go on with those of the step that was captured"
+    if not context.is_static:
+        return f"{chosen.name} would read the tensors of this step's context for ever: it is not the static copy"
+    return None
+
+
+@split_op(mutates_args=("k_cache", "v_cache", "out"), capturable=_why_not_captured)
 def paged_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -267,17 +261,8 @@ def paged_attention(
     _check_shapes(q, k, v, k_cache, v_cache, out, context)
     if window_size < 0:
         raise InputError(f"paged_attention: window_size: expected 1 or more, or 0 for none, got {window_size}; use 0")
-    spec = AttentionSpec(
-        device_type=q.device.type,
-        dtype=q.dtype,
-        cache_dtype=k_cache.dtype,
-        num_heads=q.shape[1],
-        num_kv_heads=k.shape[1],
-        head_size=q.shape[2],
-        block_size=k_cache.shape[1],
-        window_size=window_size,
-    )
-    _choose(spec, IMPLEMENTATIONS)[1](q, k, v, k_cache, v_cache, out, scale, window_size, context)
+    forward = _choose(_spec(q, k, k_cache, window_size, context), IMPLEMENTATIONS)[1]
+    forward(q, k, v, k_cache, v_cache, out, scale, window_size, context)
 
 
 def _check_shapes(
@@ -304,10 +289,12 @@ def _check_shapes(
             k_cache=k_cache,
             v_cache=v_cache,
         )
-    if context.slot_mapping.shape != (num_tokens,) or context.num_tokens > num_tokens:
+    fewer = not context.is_static and context.num_tokens > num_tokens
+    if context.slot_mapping.shape != (num_tokens,) or fewer:
+        has = "is a static copy with" if context.is_static else f"has {context.num_tokens} and"
         raise InputError(
-            f"paged_attention: q has {num_tokens} tokens, but the context has {context.num_tokens} and a slot_mapping "
-            f"of {list(context.slot_mapping.shape)}; give this step's context, padded with -1 to the inputs' size"
+            f"paged_attention: q has {num_tokens} tokens, but the context {has} a slot_mapping of "
+            f"{list(context.slot_mapping.shape)}; give this step's context, padded with -1 to the inputs' size"
         )
     room = context.block_table.shape[1] * k_cache.shape[1]
     if max(context.seq_lens_host, default=0) > room:

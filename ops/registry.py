@@ -20,6 +20,9 @@ from ..errors import RegistrationError
 
 ENTRY_POINT_GROUP = "piecework.ops"
 
+Capturable = bool | Callable[..., str | None]
+"""Whether calls of an operator can be captured whole; a function of the call's arguments returns why not, or None."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -37,6 +40,8 @@ class SplitOp:
     """Names of the arguments that the operator writes to."""
     location: str
     """`file:line` of the registration."""
+    capturable: bool | None
+    """Whether its calls can be part of the capture of a whole forward; None: it depends on the call."""
     num_matched: int | None
     """Graph nodes matched by the traces of this process so far; None before the first trace."""
 
@@ -58,22 +63,30 @@ class Registry:
         self.num_traces = 0
         self.libraries: dict[str, torch.library.Library] = {}
         self.bodies: dict[str, Callable[..., Any]] = {}
+        self.capturable: dict[OpOverload, Capturable] = {}
         self.loaded_entry_points: set[tuple[str, str]] = set()
 
     def find(self, name: str) -> tuple[OpOverload, SplitOp] | None:
         """What is registered under a qualified name."""
         return next(((op, entry) for op, entry in self.ops.items() if entry.name == name), None)
 
-    def add(self, op: OpOverload, location: str) -> None:
+    def add(self, op: OpOverload, location: str, capturable: Capturable = False) -> None:
         """Registers an operator, or registers it anew. The caller holds `lock`."""
+        self.capturable[op] = capturable
         self.ops[op] = SplitOp(
             name=op._schema.name,
             overload=op._schema.overload_name or "default",
             schema=str(op._schema),
             mutates_args=mutated_arguments(op),
             location=location,
+            capturable=None if callable(capturable) else capturable,
             num_matched=None,
         )
+
+    def remove(self, op: OpOverload) -> None:
+        """Forgets an operator. The caller holds `lock`."""
+        del self.ops[op], self.capturable[op]
+        self.matched.pop(op, None)
 
 
 REGISTRY = Registry()

@@ -7,6 +7,7 @@ The operator is defined with `Library.define` and `Library.impl`, whose calls co
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import keyword
 import sys
@@ -19,7 +20,8 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from ..errors import RegistrationError
 from . import registry
-from .registry import SplitOp
+from .capturing import is_capturing_whole, refuse_uncapturable
+from .registry import Capturable, SplitOp
 
 
 class _SplitOpDecorator:
@@ -32,6 +34,7 @@ class _SplitOpDecorator:
         mutates_args: Sequence[str] | None = None,
         name: str | None = None,
         fake: Callable[..., Any] | None = None,
+        capturable: Capturable = False,
     ) -> Callable[[Callable[..., Any]], OpOverload]:
         """Defines an operator whose body is the decorated function, and cuts every graph at its calls.
 
@@ -44,6 +47,11 @@ class _SplitOpDecorator:
             name: `op` or `namespace::op`; by default the function's name in its top-level package's namespace.
             fake: computes the outputs' shapes, dtypes and strides from fake tensors. Needed when anything is
                 returned; an operator that only mutates gets one that returns nothing.
+            capturable: whether a call may be part of the capture of a whole forward (backend `full`), where the body
+                runs once and only the kernels that it launched run again. True says that the body launches kernels and
+                nothing else, allocates nothing that must outlive it, and reads on the host nothing that changes from
+                step to step: what does comes from the context's device tensors. If that depends on the call: a
+                function of the same arguments that returns the reason why the call cannot be captured, or None.
 
         Raises:
             RegistrationError: the definition breaks one of the rules above, or the name is taken.
@@ -54,16 +62,21 @@ class _SplitOpDecorator:
                 f"{where}: split_op takes keyword arguments, and mutates_args must be one of them; "
                 f'write @split_op(mutates_args=("out",)), or mutates_args=() for a functional operator'
             )
-        return lambda body: _define(body, mutates_args=mutates_args, name=name, fake=fake)
+        return lambda body: _define(body, mutates_args=mutates_args, name=name, fake=fake, capturable=capturable)
 
-    def register(self, name: str) -> OpOverload:
+    def register(self, name: str, *, capturable: Capturable = False) -> OpOverload:
         """Makes an operator that somebody else defined, `namespace::op` or `namespace::op.overload`, a split op.
+
+        Args:
+            capturable: as in `__call__`. False by default here too: nothing is known of the operator, and one that
+                reads lengths on the host would be captured without an error and replay one step's lengths for all.
 
         Raises:
             RegistrationError: there is no such operator, the overload is ambiguous, it returns an argument that it
-                mutates, or another place registered it before.
+                mutates, `capturable` is neither a bool nor a function, or another place registered it before.
         """
         location = _caller_location()
+        _check_capturable(capturable, f"{location}: split_op.register")
         op = _existing_overload(name, location)
         for returned in op._schema.returns:
             if returned.alias_info is not None and returned.alias_info.is_write:
@@ -75,7 +88,7 @@ class _SplitOpDecorator:
             known = registry.REGISTRY.ops.get(op)
             if known is not None and known.location != location:
                 raise _taken(known, location)
-            registry.REGISTRY.add(op, location)
+            registry.REGISTRY.add(op, location, capturable)
         return op
 
 
@@ -83,7 +96,12 @@ split_op = _SplitOpDecorator()
 
 
 def _define(
-    body: Callable[..., Any], *, mutates_args: Sequence[str], name: str | None, fake: Callable[..., Any] | None
+    body: Callable[..., Any],
+    *,
+    mutates_args: Sequence[str],
+    name: str | None,
+    fake: Callable[..., Any] | None,
+    capturable: Capturable,
 ) -> OpOverload:
     location = _where(body)
     if not inspect.isfunction(body):
@@ -93,9 +111,10 @@ def _define(
         )
     qualified = _qualified_name(body, name, location)
     schema = _schema(body, mutates_args, qualified, location)
+    _check_capturable(capturable, f"{location}: {qualified}")
     namespace, _, opname = qualified.partition("::")
     with registry.REGISTRY.lock:
-        same = _defined_before(qualified, body)
+        same = _defined_before(qualified, body, capturable)
         if same is not None:
             return same
         _make_room(qualified, location, body)
@@ -108,20 +127,47 @@ def _define(
                 f"{location}: {qualified} returns {_returns(op)} and has no fake; pass fake=..., a function of the "
                 f"same arguments that returns empty tensors of the right shape, dtype and strides"
             )
-        library.impl(opname, body, "CompositeExplicitAutograd")
+        library.impl(opname, _guarded(body, op), "CompositeExplicitAutograd")
         torch.library.register_fake(qualified, fake if fake is not None else _returns_nothing, lib=library)
         registry.REGISTRY.libraries[qualified] = library
         registry.REGISTRY.bodies[qualified] = body
-        registry.REGISTRY.add(op, location)
+        registry.REGISTRY.add(op, location, capturable)
     return op
 
 
-def _defined_before(qualified: str, body: Callable[..., Any]) -> OpOverload | None:
+def _guarded(body: Callable[..., Any], op: OpOverload) -> Callable[..., Any]:
+    """The body, which refuses to run where it would be captured without having said that it can be."""
+
+    @functools.wraps(body)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        if is_capturing_whole():
+            refuse_uncapturable(op, args, kwargs)
+        return body(*args, **kwargs)
+
+    return guarded
+
+
+def _check_capturable(capturable: object, where: str) -> None:
+    if not isinstance(capturable, bool) and not callable(capturable):
+        raise RegistrationError(
+            f"{where}: capturable: expected True, False or a function of the operator's arguments that returns why a "
+            f"call cannot be captured (or None), got {capturable!r}; pass one of these"
+        )
+
+
+def _defined_before(qualified: str, body: Callable[..., Any], capturable: Capturable) -> OpOverload | None:
     """The operator that a factory called twice made of the same lines the first time: the two are one."""
     known, before = registry.REGISTRY.find(qualified), registry.REGISTRY.bodies.get(qualified)
     if known is None or before is None or before.__code__ is not body.__code__ or body.__closure__:
         return None
-    return known[0] if before.__defaults__ == body.__defaults__ else None
+    same = before.__defaults__ == body.__defaults__ and _alike(registry.REGISTRY.capturable[known[0]], capturable)
+    return known[0] if same else None
+
+
+def _alike(before: Capturable, now: Capturable) -> bool:
+    """Whether two values of `capturable` say the same: functions do when they are made of the same lines."""
+    code = getattr(before, "__code__", None)
+    return before == now or (code is not None and code is getattr(now, "__code__", None))
 
 
 def _make_room(qualified: str, location: str, body: Callable[..., Any]) -> None:
@@ -134,8 +180,7 @@ def _make_room(qualified: str, location: str, body: Callable[..., Any]) -> None:
                 f"{location}: these lines defined {qualified} before, with other values of "
                 f"{', '.join(body.__code__.co_freevars)}; both would run the last one, so give each its own name=..."
             )
-        del registry.REGISTRY.ops[known[0]]
-        registry.REGISTRY.matched.pop(known[0], None)
+        registry.REGISTRY.remove(known[0])
         registry.REGISTRY.libraries.pop(qualified)._destroy()
     elif known is not None:
         raise _taken(known[1], location)

@@ -30,15 +30,15 @@ def paged_attention(
     context: AttentionContext,
 ) -> None:
     """Stores K and V, then attends; arguments as in `piecework.ops.attention.paged_attention`."""
-    _store(k, v, k_cache, v_cache, context.slot_mapping)
-    if all(query_len == 1 for query_len in context.query_lens_host):
+    store(k, v, k_cache, v_cache, context.slot_mapping)
+    if context.is_decode:
         _attend_single(q, k_cache, v_cache, out, scale, window_size, context)
     else:
         _attend_ragged(q, k_cache, v_cache, out, scale, window_size, context)
     out[context.num_tokens :].zero_()
 
 
-def _store(
+def store(
     k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
     """Writes row `t` of k and v to slot `slot_mapping[t]`; -1 writes nothing.
@@ -87,7 +87,7 @@ def _attend_single(
         values = v_cache[blocks].flatten(1, 2).transpose(1, 2)
         # A slot that was never written may hold NaN, and 0 * NaN is NaN: the values are masked too.
         values = values.masked_fill(hidden[:, None, :, None], 0)
-        result = _attend(q[rows].unsqueeze(2), keys, values, hidden[:, None, None, None, :], scale)
+        result = attend(q[rows].unsqueeze(2), keys, values, hidden[:, None, None, None, :], scale)
         out[rows].copy_(result.squeeze(2))
 
 
@@ -117,12 +117,12 @@ def _attend_ragged(
                 hidden |= torch.ones_like(hidden).tril(position - window_size - begin)
             rows = slice(row + first, row + first + num_rows)
             seen = slice(begin, end)
-            result = _attend(q[rows].transpose(0, 1)[None], keys[:, :, seen], values[:, :, seen], hidden, scale)
+            result = attend(q[rows].transpose(0, 1)[None], keys[:, :, seen], values[:, :, seen], hidden, scale)
             out[rows].copy_(result[0].transpose(0, 1))
         row += query_len
 
 
-def _attend(
+def attend(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """Softmax attention for grouped heads.

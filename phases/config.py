@@ -17,6 +17,7 @@ from ..errors import ConfigError
 from .choices import Backend, CaptureDevice, Compiler, Phase, Startup, not_one_of
 from .fused import check_fused_ops
 from .ladder import BucketLadder, check_size, check_sizes
+from .values import check_directory, check_flag, check_num_bytes, check_share
 
 
 def _doc(
@@ -88,12 +89,17 @@ class PhaseConfig:
     def __post_init__(self) -> None:
         _set(self, "backend", Backend.parse(self.backend, "backend"))
         _set(self, "compiler", Compiler.parse(self.compiler, "compiler"))
+        if self.backend is Backend.BREAKABLE and self.compiler is not Compiler.EAGER:
+            raise ConfigError(
+                f"compiler: expected eager, since backend breakable captures the eager forward, got {self.compiler}; "
+                "leave the compiler out, or use backend tc_piecewise"
+            )
         if self.buckets is not None:
             _set(self, "buckets", check_sizes(self.buckets, "buckets"))
         if self.max_num_tokens is not None:
             check_size(self.max_num_tokens, "max_num_tokens")
         _set(self, "specialize", _specialize(self.specialize))
-        _set(self, "max_padding_waste", _share(self.max_padding_waste, "max_padding_waste"))
+        _set(self, "max_padding_waste", check_share(self.max_padding_waste, "max_padding_waste"))
         if self.buckets is not None:
             self._check_maximum(self.buckets[-1])
             self._check_specialize(BucketLadder(self.buckets), "")
@@ -164,6 +170,24 @@ class GraphConfig:
         default=False,
         metadata=_doc("debugging: keep the guards of the trace and fail on a recompile"),
     )
+    cuda_graph_memory_budget: int | None = field(
+        default=None,
+        metadata=_doc(
+            "the most bytes that captures hold of the device, such as 512MiB or 1.5GB; beyond it the least useful "
+            "capture is dropped; if unset, no limit",
+            metavar="SIZE",
+        ),
+    )
+    max_captures: int | None = field(
+        default=512,
+        metadata=_doc(
+            "the most buckets, of both phases together, that hold a capture; null: no limit", metavar="N", numeric=True
+        ),
+    )
+    debug_captures: bool = field(
+        default=False,
+        metadata=_doc("debugging: check every replay's inputs, and fill padded rows with NaN"),
+    )
 
     if TYPE_CHECKING:  # as above
 
@@ -179,6 +203,9 @@ class GraphConfig:
             torch_compile_max_bs: int = ...,
             fused_ops: Sequence[str] = ...,
             evaluate_guards: bool = ...,
+            cuda_graph_memory_budget: int | str | None = ...,
+            max_captures: int | None = ...,
+            debug_captures: bool = ...,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -186,13 +213,15 @@ class GraphConfig:
             _set(self, phase, _phase_config(getattr(self, phase), phase))
         _set(self, "startup", Startup.parse(self.startup, "startup"))
         _set(self, "capture_device", CaptureDevice.parse(self.capture_device, "capture_device"))
-        _set(self, "cache_dir", _directory(self.cache_dir, "cache_dir"))
+        _set(self, "cache_dir", check_directory(self.cache_dir, "cache_dir"))
         check_size(self.torch_compile_max_bs, "torch_compile_max_bs")
         _set(self, "fused_ops", check_fused_ops(self.fused_ops, "fused_ops"))
-        for name in ("enable_torch_compile", "evaluate_guards"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise ConfigError(f"{name}: expected true or false, got {short_repr(value)}; use one of these")
+        for name in ("enable_torch_compile", "evaluate_guards", "debug_captures"):
+            check_flag(getattr(self, name), name)
+        budget = check_num_bytes(self.cuda_graph_memory_budget, "cuda_graph_memory_budget")
+        _set(self, "cuda_graph_memory_budget", budget)
+        if self.max_captures is not None:
+            check_size(self.max_captures, "max_captures")
 
     def phase(self, phase: Phase | str) -> PhaseConfig:
         """The config of one phase."""
@@ -279,26 +308,6 @@ def _specialize(value: object) -> tuple[int, ...] | Literal["all"]:
     if isinstance(value, Sequence) and not value:
         return ()
     return check_sizes(value, "specialize")
-
-
-def _share(value: object, where: str) -> float | None:
-    if value is None:
-        return None
-    # A NaN fails the comparison, as it should.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise ConfigError(f"{where}: expected a share from 0 to 1, got {short_repr(value)}; use 0.25 for a quarter")
-    return float(value)
-
-
-def _directory(value: object, where: str) -> str | None:
-    if value is None:
-        return None
-    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
-    if not isinstance(path, str) or not path:
-        raise ConfigError(
-            f"{where}: expected the path of a directory, got {short_repr(value)}; name one or leave it out"
-        )
-    return path
 
 
 def _plain(value: object) -> object:

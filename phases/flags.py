@@ -35,6 +35,9 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "--torch-compile-max-bs": ("torch_compile_max_bs",),
     "--fused-ops": ("fused_ops",),
     "--evaluate-guards": ("evaluate_guards",),
+    "--cuda-graph-memory-budget": ("cuda_graph_memory_budget",),
+    "--cuda-graph-max-captures": ("max_captures",),
+    "--debug-captures": ("debug_captures",),
 }
 CONFIG = "--cuda-graph-config"
 CONFIG_HELP = "the config as JSON, or @ and the path of a JSON file; flags override what it says"

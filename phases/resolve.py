@@ -12,17 +12,13 @@ from .ladder import BucketLadder
 
 ANY = "<any>"
 _NOT_AVAILABLE = "is not available in this build"
+_STAND_IN = "the tape stands in for a GPU: it checks what a capture would do, and makes nothing faster"
 
 # What a config can say but this build cannot do: pairs of a field and a value, ANY for whatever is not the default.
 # The only place that knows: whoever builds a feature deletes its lines.
 NOT_BUILT: frozenset[tuple[str, object]] = frozenset(
     {
-        ("backend", Backend.FULL),
-        ("backend", Backend.BREAKABLE),
-        ("backend", Backend.TC_PIECEWISE),
         ("startup", Startup.TIERED),
-        ("capture_device", CaptureDevice.CUDA),
-        ("capture_device", CaptureDevice.TAPE),
         ("cache_dir", ANY),
         ("enable_torch_compile", True),
     }
@@ -62,27 +58,23 @@ def resolve(
     no_capture = None  # why "auto" chooses no backend that captures
     if capture is CaptureDevice.AUTO:
         capture = CaptureDevice.CUDA if on_cuda else CaptureDevice.TAPE
-        idle = f"; it {_NOT_AVAILABLE}, so nothing captures" if ("capture_device", capture) in not_built else ""
-        reasons.append(f"capture_device: auto -> {capture} (the model is on {place}{idle})")
+        note = ""
         if not on_cuda:
             no_capture = f"the model is on {place}, where auto captures only if capture_device says tape"
-        elif ("capture_device", capture) in not_built:
-            no_capture = f"capture_device {capture} {_NOT_AVAILABLE}"
+            note = f"; {_STAND_IN}" if _names_a_capture(config) else "; nothing captures on it"
+        reasons.append(f"capture_device: auto -> {capture} (the model is on {place}{note})")
     elif capture is CaptureDevice.CUDA and not on_cuda and not _idle(config):
         raise NotAvailableError(
             f"capture_device: cuda needs a model on an available CUDA device, got one on {place}; "
             "leave it out, or disable both backends"
         )
     for phase in Phase:
-        chosen = config.phase(phase)
-        if chosen.backend is Backend.AUTO:
-            backend, passed = _choose_backend(phase, chosen.compiler, no_capture, not_built)
-            reasons.append(f"{phase}.backend: auto -> {backend}" + (f" ({'; '.join(passed)})" if passed else ""))
+        if config.phase(phase).backend is Backend.AUTO:
+            preferred = preferred_backend(phase, config.phase(phase).compiler)
+            backend = preferred if no_capture is None else Backend.DISABLED
+            passed = f" ({preferred}: {no_capture})" if no_capture is not None else ""
+            reasons.append(f"{phase}.backend: auto -> {backend}{passed}")
             config = config.with_phase(phase, backend=backend)
-        elif chosen.backend is not Backend.DISABLED and ("capture_device", capture) in not_built:
-            raise NotAvailableError(
-                f"{phase}.backend: {chosen.backend} captures on {capture}, which {_NOT_AVAILABLE}; leave it out"
-            )
     return Resolved(
         config=replace(config, capture_device=capture),
         ladders={phase: config.phase(phase).ladder(phase) for phase in Phase},
@@ -90,33 +82,21 @@ def resolve(
     )
 
 
-def preference(phase: Phase, compiler: Compiler) -> tuple[Backend, ...]:
-    """The backends that "auto" would choose where captures are possible, the best first."""
+def preferred_backend(phase: Phase, compiler: Compiler) -> Backend:
+    """The backend that "auto" chooses where captures are possible."""
     if phase is Phase.DECODE:
-        return Backend.FULL, Backend.DISABLED
-    return Backend.BREAKABLE if compiler is Compiler.EAGER else Backend.TC_PIECEWISE, Backend.DISABLED
-
-
-def _choose_backend(
-    phase: Phase, compiler: Compiler, no_capture: str | None, not_built: Set[tuple[str, object]]
-) -> tuple[Backend, list[str]]:
-    """The first backend of `preference` that can be had, and why those before it were passed over."""
-    passed = []
-    for backend in preference(phase, compiler):
-        if backend is Backend.DISABLED:
-            break
-        if ("backend", backend) in not_built:
-            passed.append(f"{backend} {_NOT_AVAILABLE}")
-        elif no_capture is not None:
-            passed.append(f"{backend}: {no_capture}")
-        else:
-            break
-    return backend, passed
+        return Backend.FULL
+    return Backend.BREAKABLE if compiler is Compiler.EAGER else Backend.TC_PIECEWISE
 
 
 def _idle(config: GraphConfig) -> bool:
     """Whether both phases say that nothing is captured."""
     return all(config.phase(phase).backend is Backend.DISABLED for phase in Phase)
+
+
+def _names_a_capture(config: GraphConfig) -> bool:
+    """Whether a phase names a backend that captures."""
+    return any(config.phase(phase).backend not in (Backend.AUTO, Backend.DISABLED) for phase in Phase)
 
 
 def _check_built(config: GraphConfig, not_built: Set[tuple[str, object]]) -> None:

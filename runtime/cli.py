@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..errors import ConfigError, InputError
-from ..phases import Compiler, GraphConfig, Phase, Startup, add_graph_flags, graph_config_from_args
+from ..phases import Backend, Compiler, GraphConfig, Phase, Startup, add_graph_flags, graph_config_from_args
 from .bench import startup as bench_startup
 from .console import exit_code, print_json, printable
 
@@ -68,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_engine_flags(ops, default="default: none")
     add_graph_flags(ops)
 
-    explain = _command(commands, "explain", _explain, "compile every bucket, then say what runs for each and why")
+    explain = _command(commands, "explain", _explain, "warm up every bucket, then say what runs for each and why")
     _add_engine_flags(explain, default=DEFAULT_MODEL)
     explain.add_argument("--dump", metavar="DIR", help="write the split graph to DIR, as Python to read and to run")
     add_graph_flags(explain)
@@ -92,6 +92,9 @@ def _add_engine_flags(parser: argparse.ArgumentParser, *, default: str) -> None:
     group.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt and answer, in tokens")
     group.add_argument("--num-blocks", type=int, metavar="N", help="blocks of the KV cache")
     group.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens in a block (default: 16)")
+    add = parser.add_argument_group("batching").add_argument
+    add("--max-num-seqs", type=int, metavar="N", help="requests in one step at most (default: 256)")
+    add("--max-num-batched-tokens", type=int, metavar="N", help="tokens in one step at most (default: 8192 or more)")
 
 
 def _add_generate_flags(parser: argparse.ArgumentParser) -> None:
@@ -107,9 +110,6 @@ def _add_generate_flags(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, metavar="N", help="draw the same each time (default: differently each time)")
     add("--stop", action="append", default=[], metavar="TEXT", help="a text to end before; may be given many times")
     add("--logprobs", type=int, metavar="N", help="log-probabilities, also of the N likeliest tokens (default: none)")
-    add = parser.add_argument_group("batching").add_argument
-    add("--max-num-seqs", type=int, metavar="N", help="requests in one step at most (default: 256)")
-    add("--max-num-batched-tokens", type=int, metavar="N", help="tokens in one step at most (default: 8192 or more)")
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -129,8 +129,8 @@ def _engine(arguments: argparse.Namespace, config: GraphConfig) -> LLMEngine:
         block_size=arguments.block_size,
         num_blocks=arguments.num_blocks,
         max_model_len=arguments.max_model_len,
-        max_num_seqs=getattr(arguments, "max_num_seqs", None),  # flags of `generate` alone
-        max_num_batched_tokens=getattr(arguments, "max_num_batched_tokens", None),
+        max_num_seqs=arguments.max_num_seqs,
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
     )
 
 
@@ -143,10 +143,11 @@ def _generate(arguments: argparse.Namespace) -> int:
     with _engine(arguments, config) as engine:
         outputs = engine.generate(prompts, params, on_output=_Printer(prompts).add if arguments.stream else None)
         counters = engine.runtime.counters.as_dict()
-        explanation = str(engine.runtime.explain())
+        explanation = engine.runtime.explain()
         if arguments.json:
             results = [_as_json(output) for output in outputs]
-            print_json({"model": str(engine.directory), "results": results, "counters": counters})
+            entries = explanation.as_dict()["entries"]
+            print_json({"model": str(engine.directory), "results": results, "entries": entries, "counters": counters})
         elif not arguments.stream:
             printer = _Printer(prompts)
             for i, output in enumerate(outputs):
@@ -242,14 +243,14 @@ def _ops(arguments: argparse.Namespace) -> int:
 
 
 def _tracing_config(config: GraphConfig) -> GraphConfig:
-    """The config with the least work that traces: at the first request, with no bucket specialised.
+    """The config with the least work that traces: at the first request, nothing specialised and nothing captured.
 
     Where a config compiles nothing, nothing would be traced; `aot_eager` traces and generates no code.
     """
     compiles = any(config.phase(phase).compiler is not Compiler.EAGER for phase in Phase)
     for phase in Phase:
         compiler = config.phase(phase).compiler if compiles else Compiler.AOT_EAGER
-        config = config.with_phase(phase, specialize=(), compiler=compiler)
+        config = config.with_phase(phase, backend=Backend.DISABLED, specialize=(), compiler=compiler)
     return config if config.startup is not Startup.EAGER else dataclasses.replace(config, startup=Startup.LAZY)
 
 
@@ -264,10 +265,10 @@ def _device_type(device: str | None) -> str:
 
 def _explain(arguments: argparse.Namespace) -> int:
     config = graph_config_from_args(arguments)
-    if arguments.dump is not None and all(config.phase(phase).compiler is Compiler.EAGER for phase in Phase):
+    if arguments.dump is not None and not any(_traces(config, phase) for phase in Phase):
         raise ConfigError(
             "--dump: expected a compiler that traces, got eager in both phases; "
-            "add --cuda-graph-tc-compiler aot_eager or inductor"
+            "add --cuda-graph-tc-compiler aot_eager or inductor, or take backend tc_piecewise"
         )
     with _engine(arguments, config) as engine:
         engine.runtime.warm_up()
@@ -280,6 +281,12 @@ def _explain(arguments: argparse.Namespace) -> int:
         if dumped is not None:
             print(f"dump: {dumped}")
     return 0
+
+
+def _traces(config: GraphConfig, phase: Phase) -> bool:
+    """Whether a phase runs anything but the eager forward."""
+    chosen = config.phase(phase)
+    return chosen.compiler is not Compiler.EAGER or chosen.backend is Backend.TC_PIECEWISE
 
 
 def _dump(engine: LLMEngine, directory: str) -> str:

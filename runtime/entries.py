@@ -9,11 +9,12 @@ from ..phases import Phase
 from .programs import AnyProgram, ProgramFamily
 
 
-@dataclasses.dataclass(kw_only=True, slots=True)
+@dataclasses.dataclass(kw_only=True, slots=True, eq=False)
 class Entry:
     """What a phase runs for one bucket."""
 
     phase: Phase
+    signature: Signature
     bucket: int | None
     """None: a step without padding, above the ladder or beyond the padding-waste limit."""
     family: ProgramFamily | None
@@ -27,6 +28,10 @@ class Entry:
     build_s: float
     """Seconds of traces and compiles that this entry caused."""
     num_steps: int = 0
+    captures: bool = False
+    """Whether its steps are to be captured, by the phase's backend."""
+    written_inputs: set[str] = dataclasses.field(default_factory=set)
+    """Inputs that its program was seen to write, where no trace says so."""
 
 
 EntryKey = tuple[Phase, Signature, int | None]

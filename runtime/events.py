@@ -43,6 +43,8 @@ _COUNTED = {
     "compile_general": "compiles_general",
     "compile_specialized": "compiles_specialized",
     "entry": "entries",
+    "capture": "captures",
+    "evict": "evictions",
 }
 """Event kind -> the counter it increments."""
 
@@ -60,7 +62,7 @@ class Scope:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """One trace, compile, entry or fallback."""
+    """One trace, compile, capture, eviction, entry or fallback."""
 
     at_s: float
     """When it ended, in seconds since the runtime was made."""

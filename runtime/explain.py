@@ -10,6 +10,7 @@ from ..graphs.debug import MutationWitness
 from ..graphs.program import Program
 from ..ops.fused_choice import Choice as FusedChoice
 from ..phases import Phase, Resolved
+from .captures import Captures
 from .entries import Entry
 from .events import Counters
 from .programs import ProgramFamily
@@ -37,6 +38,7 @@ def explain(
     counters: Counters,
     witness: MutationWitness | None,
     fused: Mapping[Phase, FusedChoice],
+    captures: Captures | None,
 ) -> Explanation:
     """Collects what a runtime decided so far."""
     return Explanation(
@@ -46,7 +48,8 @@ def explain(
             "startup": str(resolved.config.startup),
             "reasons": list(resolved.reasons),
             "traces": [_trace(program, family) for family in families for program in family.general],
-            "entries": [entry_data(entry) for entry in entries],
+            "entries": [entry_data(entry, captures) for entry in entries],
+            "memory": _memory(captures),
             "unmatched_split_ops": sorted({name for family in families for name in family.unmatched}),
             "never_written": {k: list(v) for k, v in witness.never_written().items()} if witness is not None else {},
             "counters": counters.as_dict(),
@@ -85,8 +88,17 @@ def _trace(program: Program, family: ProgramFamily) -> dict[str, Any]:
     }
 
 
-def entry_data(entry: Entry) -> dict[str, Any]:
-    """An entry as plain data; `build_s` is in seconds."""
+def _memory(captures: Captures | None) -> dict[str, int]:
+    """Bytes that captures hold of the device: of the pool that they share, and of the buffers around them."""
+    if captures is None:
+        return {"pool_bytes": 0, "buffer_bytes": 0}
+    return {"pool_bytes": captures.pool_bytes, "buffer_bytes": captures.buffer_bytes}
+
+
+def entry_data(entry: Entry, captures: Captures | None = None) -> dict[str, Any]:
+    """An entry as plain data; `build_s` and `capture_s` are in seconds, `bytes` what its captures added to the pool."""
+    slots = captures.state_of(entry) if captures is not None else []
+    made = [slot for slot in slots if slot.capture is not None]
     return {
         "phase": str(entry.phase),
         "bucket": entry.bucket,
@@ -95,6 +107,12 @@ def entry_data(entry: Entry) -> dict[str, Any]:
         "why": entry.why,
         "steps": entry.num_steps,
         "build_s": entry.build_s,
+        "captured": bool(made),
+        "segments": max((slot.capture.num_segments for slot in made if slot.capture is not None), default=0),
+        "bytes": sum(slot.num_bytes for slot in made),
+        "capture_s": sum(slot.seconds for slot in made),
+        "replays": sum(slot.num_replays for slot in slots),
+        "not_captured": next((slot.refused for slot in slots if slot.refused is not None), None),
     }
 
 
@@ -145,11 +163,21 @@ def _lines(data: dict[str, Any]) -> Iterator[str]:
         yield f"split ops that no graph has called: {', '.join(data['unmatched_split_ops'])}"
     for name, arguments in data["never_written"].items():
         yield f"{name} declares {', '.join(arguments)} mutated and has never changed it; drop it from mutates_args"
-    rows = [("phase", "bucket", "program", "runs at", "steps", "build s", "why")]
+    if any(phase["backend"] != "disabled" for phase in data["phases"].values()):
+        memory = data["memory"]
+        yield (
+            f"captures: {memory['pool_bytes'] / 2**20:.1f} MiB in the pool, "
+            f"{memory['buffer_bytes'] / 2**20:.1f} MiB of buffers"
+        )
+    rows = [("phase", "bucket", "program", "runs at", "steps", "build s", "capture s", "segments", "MiB", "why")]
     for e in data["entries"]:
         bucket = "-" if e["bucket"] is None else str(e["bucket"])
         size = "as asked" if e["runs_at"] is None else str(e["runs_at"])
-        rows.append((e["phase"], bucket, e["program"], size, str(e["steps"]), f"{e['build_s']:.2f}", e["why"]))
+        captured = ["-"] * 3
+        if e["captured"]:
+            captured = [f"{e['capture_s']:.3f}", str(e["segments"]), f"{e['bytes'] / 2**20:.1f}"]
+        why = f"{e['why']}; {e['not_captured']}" if e["not_captured"] is not None else e["why"]
+        rows.append((e["phase"], bucket, e["program"], size, str(e["steps"]), f"{e['build_s']:.2f}", *captured, why))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -15,10 +15,16 @@ from .console import columns
 
 def split_op_text(op: SplitOp) -> str:
     """A split op with its schema, its place and how many nodes it matched."""
+    whole = {
+        True: "in a whole forward",
+        False: "not in a whole forward",
+        None: "in a whole forward, if the call can be",
+    }
     matched = "not traced" if op.num_matched is None else f"{op.num_matched} graph nodes"
     facts = [
         ("  schema", op.schema),
         ("  mutates", ", ".join(op.mutates_args) or "nothing"),
+        ("  capture", whole[op.capturable]),
         ("  defined", op.location),
         ("  matched", matched),
     ]

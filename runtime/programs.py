@@ -12,16 +12,18 @@ from torch._dynamo.exc import RecompileError as DynamoRecompileError
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ..errors import CompileError, InputError, RecompileError, TraceError
+from ..graphs.addresses import model_bindings
+from ..graphs.bindings import Bindings
 from ..graphs.debug import MutationWitness
 from ..graphs.dynamo import COMPILE_LOCK
 from ..graphs.inputs import TOKENS, BoundInputs, Constant, InputContract, Signature
-from ..graphs.outputs import OutputContract, Rows
+from ..graphs.outputs import OutputContract, Rows, map_leaves
 from ..graphs.piece import CompiledPieces
-from ..graphs.program import Program, ProgramKind, SizesByName, TensorsByName
+from ..graphs.program import Hook, Program, ProgramKind, SizesByName, TensorsByName
 from ..graphs.region import reuse_is_supported
 from ..graphs.rows import check_token_rows, written_from_tokens
 from ..graphs.stitched import PiecewiseGraph
-from ..graphs.trace import trace
+from ..graphs.trace import OutputRef, trace
 from ..ops import registry
 from ..ops.fused import tracing_with, use_choice
 from ..ops.fused_choice import Choice as FusedChoice
@@ -45,11 +47,18 @@ class AnyProgram(Protocol):
 
     def holds_padded_from(self, num_tokens: int) -> bool: ...
 
+    @property
+    def bindings(self) -> Bindings: ...
+
+    def flat(
+        self, tensors: TensorsByName, sizes: SizesByName, hook: Hook | None = None
+    ) -> tuple[Sequence[Any], Any]: ...
+
     def __call__(self, tensors: TensorsByName, sizes: SizesByName, asked: SizesByName | None = None) -> Any: ...
 
 
 class EagerProgram:
-    """The model's own forward. It needs no bucket, so it runs at the size that was asked for.
+    """The model's own forward. It needs no bucket, so uncaptured it runs at the size that was asked for.
 
     Its fused ops run what `fused` says, whatever compiles the phase: also a fallback is eager code.
     """
@@ -62,6 +71,32 @@ class EagerProgram:
         self._model = model
         self._constants = dict(constants)
         self._fused = fused
+        self._bindings: Bindings | None = None
+
+    @property
+    def bindings(self) -> Bindings:
+        """All tensors of the model, as `look_again` found them: nobody knows which of them the forward uses."""
+        if self._bindings is None:
+            self.look_again()
+        assert self._bindings is not None
+        return self._bindings
+
+    def look_again(self) -> None:
+        """Finds the model's tensors anew."""
+        self._bindings = model_bindings(self._model)
+
+    def flat(self, tensors: TensorsByName, sizes: SizesByName, hook: Hook | None = None) -> tuple[Sequence[Any], Any]:
+        """Runs the forward; returns its tensors, and the structure that `assemble` makes of them. `hook`: unused."""
+        outputs: list[torch.Tensor] = []
+
+        def leaf(path: str, value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            outputs.append(value)
+            return OutputRef(len(outputs) - 1)
+
+        structure = map_leaves(self(tensors, sizes), leaf)
+        return outputs, structure
 
     def holds_at(self, sizes: Mapping[str, int]) -> bool:
         """Always: nothing was assumed."""

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from ..errors import CompileError, ConfigError, InputError, RuntimeClosedError
+from ..errors import CompileError, ConfigError, ContextError, InputError, RuntimeClosedError
 from ..graphs.debug import MutationWitness
+from ..graphs.device import open_device
 from ..graphs.inputs import TOKENS, BoundInputs, InputContract, Signature, ambient_state
 from ..graphs.outputs import OutputContract, OutputDims
 from ..graphs.piece import CompiledPieces
@@ -22,7 +23,8 @@ from ..graphs.portable import PortableProgram
 from ..ops.context import use_context
 from ..ops.fused_choice import Choice as FusedChoice
 from ..ops.fused_choice import choose
-from ..phases import Compiler, GraphConfig, Phase, resolve
+from ..phases import Backend, Compiler, GraphConfig, Phase, resolve
+from .captures import NOT_CAPTURED, Captures, Step, step_of_padding
 from .entries import Entry, EntryKey
 from .events import Counters, Event, Recorder, Scope
 from .explain import Explanation, explain
@@ -30,6 +32,7 @@ from .forward import check_arguments, check_mapping, check_written, training_mod
 from .portability import bind_programs, dump_programs, portable_programs
 from .programs import AnyProgram, EagerProgram, ProgramFamily, check_guards
 from .startup import POLICIES
+from .static_context import check_context_sizes
 from .step import inside_step
 from .step_context import pad_context
 
@@ -53,9 +56,11 @@ class Runtime:
         pad: Mapping[str, int | float] | None = None,
         output_dims: OutputDims = 0,
         example_inputs: Mapping[str, Any] | None = None,
+        example_context: object = None,
+        context_sizes: Mapping[str, int] | None = None,
         programs: Sequence[PortableProgram] = (),
     ) -> None:
-        """Takes the model as it is; with `startup="eager"` traces and compiles here.
+        """Takes the model as it is; with `startup="eager"` traces, compiles and captures here.
 
         Args:
             model: called as `model(**inputs)`; its tensors may be replaced later by ones of the same layout.
@@ -65,6 +70,10 @@ class Runtime:
             output_dims: the dim of the outputs that carries the tokens: one for all, or by path (`"hidden"`, `"1"`,
                 `"layers.0"`); None leaves an output as it is, and says that padded rows do not change it.
             example_inputs: inputs like those of a step, of any size and value, for tracing before the first step.
+            example_context: a context of no tokens and no requests, for capturing before the first step: each bucket
+                is run once on nothing but padding.
+            context_sizes: the largest size of each name in the `slots` of a context's fields, such as
+                `{"requests": 256}`; see `context_field`. A step with more runs uncaptured.
             programs: what another process exported: bound here, they take the place of a trace for their inputs.
 
         Raises:
@@ -74,7 +83,7 @@ class Runtime:
             TraceError, CompileError: under `startup="eager"`, as from `run`.
         """
         config = config if config is not None else GraphConfig()
-        optional = {"pad": pad, "example_inputs": example_inputs}
+        optional = {"pad": pad, "example_inputs": example_inputs, "context_sizes": context_sizes}
         given = {name: value for name, value in optional.items() if value is not None}
         self._parameters = check_arguments(model, config, {"dynamic_dims": dynamic_dims, **given})
         device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
@@ -101,17 +110,32 @@ class Runtime:
         self._build_lock = threading.RLock()
         self._witness = MutationWitness() if self.config.evaluate_guards else None
         self._closed = False
+        self._captures: Captures | None = None
+        check_context_sizes(self._contract, context_sizes or {})
+        if any(self.config.phase(phase).backend is not Backend.DISABLED for phase in Phase):
+            self._captures = Captures(
+                model,
+                self.config,
+                open_device(self.config.capture_device, device),
+                self._contract,
+                self._outputs,
+                max_num_tokens={phase: self.resolved.ladders[phase].max for phase in Phase},
+                context_sizes=context_sizes or {},
+            )
         self._examples = self._contract.bind(example_inputs) if example_inputs is not None else None
+        self._example_context = example_context
         self._programs = bind_programs(programs, model, self.config)
         POLICIES[self.config.startup].on_construct(self)
 
-    def run(self, phase: Phase | str, inputs: Mapping[str, Any], context: object = None) -> Any:
+    def run(self, phase: Phase | str, inputs: Mapping[str, Any], context: object = None, *, copy: bool = False) -> Any:
         """Runs one step and returns the model's outputs without padded rows.
 
         Args:
             phase: `prefill` or `decode`.
             inputs: by name; tensors, or constants that are part of the program's identity.
             context: what split ops get from `get_context`; fields made with `context_field` are padded to the bucket.
+            copy: returns tensors of the caller's own. Without it, what a captured phase returns is valid until the
+                next step of that phase begins, which overwrites it.
 
         Returns:
             The structure that the model returns, made under `torch.inference_mode`.
@@ -121,6 +145,7 @@ class Runtime:
                 the inputs, or an output has no token rows and `output_dims` does not say None for it.
             TraceError: the model cannot become one graph.
             CompileError: a compiler failed on a piece of the general program.
+            CaptureError: a split op returned another shape, dtype or device than when its bucket was captured.
             RecompileError: under `evaluate_guards`, the trace no longer holds.
             RuntimeClosedError: after `close`.
         """
@@ -129,42 +154,85 @@ class Runtime:
         phase = _phase(phase)
         bound = self._contract.bind(check_mapping("inputs", inputs))
         entry, program, sizes = self._pick(phase, bound)
-        size = sizes[TOKENS]
         if self._witness is not None:
             check_guards(program, bound, self._fused[self.config.phase(phase).compiler])
         check_written(program.written_inputs, bound.tensors)
+        outputs: Any = NOT_CAPTURED
+        if self._captures is not None and entry.captures and program is entry.program:
+            scope = Scope(phase=phase, bucket=entry.bucket, in_step=True)
+            step = Step(entry, program, bound, sizes, context, self._recorder.within(scope))
+            outputs = self._captures.run(step, copy=copy)
+        if outputs is NOT_CAPTURED:
+            outputs = self._run_uncaptured(entry, program, bound, sizes, context)
+        entry.num_steps += 1
+        self.counters.add("steps", scope=Scope(phase=phase, bucket=entry.bucket))
+        return outputs
+
+    def _run_uncaptured(
+        self, entry: Entry, program: AnyProgram, bound: BoundInputs, sizes: Mapping[str, int], context: object
+    ) -> Any:
+        if program.kind == "eager":
+            sizes = bound.sizes  # it needs no bucket
+        size = sizes[TOKENS]
         tensors = bound.tensors if program.kind == "eager" else self._contract.pad_to_bucket(bound, size)
-        scope = Scope(phase=phase, bucket=entry.bucket)
-        padded_context = pad_context(
-            context, bound, size, self._contract, lambda text: self._recorder.within(scope).warn(text)
-        )
+        recorder = self._recorder.within(Scope(phase=entry.phase, bucket=entry.bucket))
+        padded_context = pad_context(context, bound, size, self._contract, recorder.warn)
         with torch.inference_mode(), use_context(padded_context), inside_step():
             outputs = program(tensors, sizes, bound.sizes)
             for name in program.written_inputs:
                 self._contract.copy_back(name, bound.tensors[name], tensors[name])
-            outputs = self._outputs.cut(outputs, padded=size, num_tokens=bound.num_tokens, rows=program.rows)
-        entry.num_steps += 1
-        self.counters.add("steps", scope=scope)
-        return outputs
+            return self._outputs.cut(outputs, padded=size, num_tokens=bound.num_tokens, rows=program.rows)
 
     def warm_up(self, phase: Phase | str | None = None) -> None:
         """Does now what the startup policy would do later, for one phase or both: every bucket, and what lies above.
 
-        Nothing of the model runs. Raises: InputError when the inputs are not known yet; as `run` otherwise.
+        Where the backend captures, each bucket is run once, on nothing but padding and `example_context`.
+
+        Raises: InputError when the inputs are not known yet; as `run` otherwise.
         """
         for each in Phase if phase is None else (_phase(phase),):
-            if self.config.phase(each).compiler is Compiler.EAGER:
+            if not self._traces(each) and not self._captures_in(each):
                 continue
             for bound in self._known_inputs():
+                # The largest first: a pool in which it has been needs little more for the others.
                 for bucket in reversed(self.resolved.ladders[each].buckets):
-                    self._build(each, bound, bucket, in_step=False)
+                    entry = self._build(each, bound, bucket, in_step=False)
+                    if self._captures is not None and entry.captures:
+                        self._warm_up_capture(self._captures, entry, bound)
                 above = {**bound.sizes, TOKENS: self.resolved.ladders[each].max + 1}
                 self._build(each, dataclasses.replace(bound, sizes=above), None, in_step=False)
 
+    def _warm_up_capture(self, captures: Captures, entry: Entry, bound: BoundInputs) -> None:
+        scope = Scope(phase=entry.phase, bucket=entry.bucket)
+        padding = step_of_padding(bound, self._examples, self._contract)
+        sizes = {**padding.sizes, TOKENS: entry.size or padding.num_tokens}
+        step = Step(entry, entry.program, padding, sizes, self._example_context, self._recorder.within(scope))
+        try:
+            captures.run(step, is_padding=True)
+        except ContextError as error:
+            if self._example_context is not None:
+                raise
+            raise InputError(
+                f"warm_up: capturing runs each bucket once, and a split op asked for the step's context; pass "
+                f"example_context=... to Runtime, a context of no tokens. {error}"
+            ) from error
+
+    def compact(self) -> None:
+        """Makes every capture again, in a new pool, and gives the old pool's memory back to the device."""
+        if self._captures is not None and not self._closed:
+            self._captures.compact(self._recorder)
+
+    def _traces(self, phase: Phase) -> bool:
+        config = self.config.phase(phase)
+        return config.compiler is not Compiler.EAGER or config.backend is Backend.TC_PIECEWISE
+
+    def _captures_in(self, phase: Phase) -> bool:
+        return self.config.phase(phase).backend is not Backend.DISABLED
+
     @property
-    def needs_trace(self) -> bool:
-        """Whether a phase runs anything but the eager forward."""
-        return any(self.config.phase(phase).compiler is not Compiler.EAGER for phase in Phase)
+    def needs_inputs(self) -> bool:
+        """Whether a phase has something to do for which inputs must be known: a trace, or captures."""
+        return any(self._traces(phase) or self._captures_in(phase) for phase in Phase)
 
     @property
     def has_example_inputs(self) -> bool:
@@ -191,6 +259,7 @@ class Runtime:
             counters=self.counters,
             witness=self._witness,
             fused={phase: self._fused[self.config.phase(phase).compiler] for phase in Phase},
+            captures=self._captures,
         )
 
     def dump(self, directory: str | os.PathLike[str]) -> Path:
@@ -223,8 +292,10 @@ class Runtime:
         return programs
 
     def close(self) -> None:
-        """Drops every program. A later `run` raises; closing twice is fine."""
+        """Drops every program and capture, and gives their memory back. A later `run` raises; twice is fine."""
         self._closed = True
+        if self._captures is not None:
+            self._captures.close()
         with self._build_lock:
             self._entries.clear()
             self._families.clear()
@@ -262,7 +333,7 @@ class Runtime:
             recorder.fallback(why, phase=phase, last_bucket=self.resolved.ladders[phase].max)
         size = entry.size if entry.size is not None else num_tokens
         sizes = {**bound.sizes, TOKENS: size}
-        settled = entry.program.kind != "eager" and entry.program.holds_at(sizes)
+        settled = entry.family is not None and entry.program.kind != "eager" and entry.program.holds_at(sizes)
         scope = Scope(phase=phase, bucket=bucket, in_step=True)
         if settled and not entry.program.holds_padded_from(num_tokens):
             # Its branch is the bucket's, and this step's is another one.
@@ -306,8 +377,19 @@ class Runtime:
             recorder.warn(text)
         eager = self._eager(bound)
         why = "compiler eager" + ("; specialize has no effect" if config.specialize else "")
-        entry = Entry(phase=phase, bucket=bucket, family=None, program=eager, size=None, why=why, build_s=0)
-        if config.compiler is Compiler.EAGER:
+        entry = Entry(
+            phase=phase,
+            signature=bound.signature,
+            bucket=bucket,
+            family=None,
+            program=eager,
+            size=None,
+            why=why,
+            build_s=0,
+        )
+        if not self._traces(phase):
+            if bucket is not None and self._captures_in(phase):
+                entry.captures, entry.size = True, bucket
             return entry
         family = self._family(bound.signature, config.compiler, recorder)
         if family is None:
@@ -320,6 +402,7 @@ class Runtime:
             entry.why = choice.fallback or entry.why
             return entry
         entry.program, entry.size = choice.program, choice.size if bucket is not None else None
+        entry.captures = bucket is not None and self._captures_in(phase)
         entry.fallback = choice.fallback
         entry.why = choice.fallback or ("general" if bucket is not None else "no bucket fits: general, unpadded")
         if bucket is not None and (config.specialize == "all" or bucket in config.specialize):

@@ -28,10 +28,10 @@ class Eager:
     """Everything that the config lists, before the runtime is ready."""
 
     def on_construct(self, runtime: Runtime) -> None:
-        """Warms up every bucket of both phases. Raises: ConfigError without example inputs to trace with."""
-        if runtime.needs_trace and not runtime.has_example_inputs:
+        """Warms up every bucket of both phases. Raises: ConfigError without example inputs to do it with."""
+        if runtime.needs_inputs and not runtime.has_example_inputs:
             raise ConfigError(
-                "startup: 'eager' traces in the constructor, and needs to know the inputs; pass "
+                "startup: 'eager' traces and captures in the constructor, and needs to know the inputs; pass "
                 "example_inputs={name: tensor, ...} (any values, any size), or use startup='lazy'"
             )
         runtime.warm_up()

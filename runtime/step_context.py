@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
 from ..errors import InputError
-from ..graphs.inputs import BoundInputs, InputContract, pad_tensor
+from ..graphs.buffers import fill_padded
+from ..graphs.inputs import TOKENS, BoundInputs, InputContract
 from ..ops.context import Padding, padded_fields, plain_fields
+
+T = TypeVar("T")
 
 Warn = Callable[[str], None]
 
@@ -17,30 +21,27 @@ Warn = Callable[[str], None]
 def pad_context(context: object, bound: BoundInputs, bucket: int, contract: InputContract, warn: Warn) -> object:
     """A copy of the context with its declared fields grown to the bucket; the context itself when there are none.
 
+    Dims in `slots` keep their sizes: those grow in a static copy only, see static_context.py.
+
     Args:
         warn: called, when a bucket pads, with a text for each tensor that looks like one of a row a token and was not
             made with `context_field`.
 
     Raises:
-        InputError: a field's dim has a name that no input has, or not the size that the inputs have under that name.
+        InputError: a field's dim has a name that no input has, or not the size that the inputs have under that name,
+            or the field's dtype cannot hold its pad value.
     """
     grown = {}
-    for name, padding in padded_fields(context).items():
-        where = f"context {type(context).__name__}.{name}"
-        _check_names(where, padding, contract)
-        tensor = getattr(context, name)
-        if not isinstance(tensor, torch.Tensor):
-            continue
-        for dim, dim_name in padding.dims.items():
-            size = bound.sizes.get(dim_name)
-            if dim >= tensor.dim() or (size is not None and tensor.shape[dim] != size):
-                raise InputError(
-                    f"{where}: expected {size} rows on dim {dim} ({dim_name!r}), like the inputs, got shape "
-                    f"{list(tensor.shape)}; build the context for this step's inputs"
-                )
-        padded = pad_tensor(tensor, padding.dims, bucket, padding.value)
-        if padded is not tensor:
-            grown[name] = padded
+    for name, (tensor, padding) in declared_tensors(context, bound, contract).items():
+        shape = bucket_shape(tensor, padding, bucket)
+        if shape != tensor.shape:
+            grown[name] = fill_field(tensor.new_empty(shape), tensor, padding)
+    warn_of_forgotten(context, bound, bucket, warn)
+    return with_fields(context, grown) if grown else context
+
+
+def warn_of_forgotten(context: object, bound: BoundInputs, bucket: int, warn: Warn) -> None:
+    """Calls `warn` as `pad_context` does."""
     # A lone token says nothing: many a tensor has one row.
     if bucket > bound.num_tokens > 1:
         for name in plain_fields(context):
@@ -50,11 +51,60 @@ def pad_context(context: object, bound: BoundInputs, bucket: int, contract: Inpu
                     f"context {type(context).__name__}.{name}: has a row a token and is not padded to the bucket; make "
                     f"it with context_field(pad=...), or with context_field(pad=0, dims={{}}) if it is not to grow"
                 )
-    if not grown:
-        return context
+
+
+def declared_tensors(
+    context: object, bound: BoundInputs, contract: InputContract
+) -> dict[str, tuple[torch.Tensor, Padding]]:
+    """The tensors in fields made with `context_field`, by name, after the checks.
+
+    Raises: InputError: as `pad_context`.
+    """
+    found = {}
+    for name, padding in padded_fields(context).items():
+        where = f"context {type(context).__name__}.{name}"
+        _check_names(where, padding, contract)
+        tensor = getattr(context, name)
+        if isinstance(tensor, torch.Tensor):
+            _check_tensor(where, tensor, padding, bound.sizes)
+            found[name] = (tensor, padding)
+    return found
+
+
+def bucket_shape(tensor: torch.Tensor, padding: Padding, bucket: int) -> tuple[int, ...]:
+    """The shape of a field's tensor with its `tokens` dims grown to the bucket."""
+    shape = list(tensor.shape)
+    for dim, name in padding.dims.items():
+        if name == TOKENS:
+            shape[dim] = bucket + padding.plus.get(dim, 0)
+    return tuple(shape)
+
+
+def fill_field(target: torch.Tensor, tensor: torch.Tensor, padding: Padding) -> torch.Tensor:
+    """Writes a field's tensor to the start of `target` along each dim, and the tail as declared; returns `target`."""
+    if padding.value != "last" or 0 in tensor.shape:
+        return fill_padded(target, tensor, 0 if padding.value == "last" else padding.value)
+    _corner(target, tensor.shape).copy_(tensor)
+    for dim in reversed(range(tensor.dim())):
+        size, room = tensor.shape[dim], target.shape[dim]
+        if size < room:
+            # Later dims are whole by now; of earlier ones, only the rows that have a last element.
+            rows = _corner(target, tensor.shape[:dim])
+            rows.narrow(dim, size, room - size).copy_(rows.narrow(dim, size - 1, 1))
+    return target
+
+
+def _corner(target: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    for dim, size in enumerate(shape):
+        target = target.narrow(dim, 0, size)
+    return target
+
+
+def with_fields(context: T, fields: Mapping[str, object]) -> T:
+    """A copy of the context, made without its `__init__`, with other values in some of its fields."""
     copied = copy.copy(context)
-    for name, tensor in grown.items():
-        object.__setattr__(copied, name, tensor)
+    for name, value in fields.items():
+        object.__setattr__(copied, name, value)
     return copied
 
 
@@ -64,5 +114,36 @@ def _check_names(where: str, padding: Padding, contract: InputContract) -> None:
             raise InputError(
                 f"{where}: dims: expected names of dynamic_dims, which are "
                 f"{', '.join(map(repr, sorted(contract.dim_names)))}, got {name!r} for dim {dim}; correct the name in "
-                f"context_field, or leave the dim out if it does not grow"
+                f"context_field, put the dim into slots if only contexts have that size, or leave it out if it does "
+                f"not grow"
             )
+    for dim, name in padding.slots.items():
+        if name in contract.dim_names:
+            raise InputError(
+                f"{where}: slots: expected names that no input has, got {name!r} for dim {dim}, which is in "
+                f"dynamic_dims; put it into dims, where it grows with the inputs"
+            )
+
+
+def _check_tensor(where: str, tensor: torch.Tensor, padding: Padding, sizes: Mapping[str, int]) -> None:
+    for dim, name in padding.dims.items():
+        size = sizes.get(name)
+        plus = padding.plus.get(dim, 0)
+        if dim >= tensor.dim() or (size is not None and tensor.shape[dim] != size + plus):
+            rows = f"{size} rows" if not plus or size is None else f"{size} + {plus} rows"
+            raise InputError(
+                f"{where}: expected {rows} on dim {dim} ({name!r}), like the inputs, got shape "
+                f"{list(tensor.shape)}; build the context for this step's inputs"
+            )
+    for dim, name in padding.slots.items():
+        least = padding.plus.get(dim, 0)
+        if dim >= tensor.dim() or tensor.shape[dim] < least:
+            raise InputError(
+                f"{where}: expected a dim {dim} ({name!r}) of {least} or more, got shape {list(tensor.shape)}; build "
+                f"the context with it, or correct slots in context_field"
+            )
+    value = padding.value
+    if isinstance(value, float) and not value.is_integer() and not tensor.dtype.is_floating_point:
+        raise InputError(
+            f"{where}: pad: expected a value that {tensor.dtype} can hold, got {value!r}; pad with an integer"
+        )

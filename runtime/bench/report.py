@@ -18,14 +18,22 @@ ROWS: tuple[tuple[str, str, bool, str], ...] = (
     ("in_step_compiles", "compiles inside steps", True, "n"),
     ("compiles_before_ready", "compiles before ready", True, "n"),
     ("captures", "captures", False, "n"),
+    ("in_step_captures", "captures inside steps", True, "n"),
+    ("pool_bytes", "pool of the captures", False, "bytes"),
     ("peak_bytes", "peak memory", True, "bytes"),
 )
+
+OF_CAPTURES = ("in_step_captures", "pool_bytes")
+"""Rows that are left out where nothing was captured."""
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     """The results side by side, a star at the better one, and the conditions above."""
     rows = [("", *(result["policy"] for result in results), "")]
+    anything_captured = any(result["captures"] for result in results)
     for key, title, less_is_better, unit in ROWS:
+        if key in OF_CAPTURES and not anything_captured:
+            continue
         values = [result[key] for result in results]
         shown = [_in_unit(value, unit) for value in values]
         best = min(values) if less_is_better and len(set(shown)) > 1 else None
@@ -44,11 +52,13 @@ def _conditions(result: dict[str, Any]) -> str:
     model, config = conditions["model"], conditions["config"]
     compilers = " and ".join(dict.fromkeys(config[str(phase)]["compiler"] for phase in Phase))
     buckets = ", ".join(f"{phase} {' '.join(map(str, sizes))}" for phase, sizes in conditions["buckets"].items())
+    backends = [f"{phase} {backend}" for phase in Phase if (backend := config[str(phase)]["backend"]) != "disabled"]
+    captured = f"; captured: {', '.join(backends)}" if backends else ""
     cold = "cold" if result["cold"] else "warm"
     return (
         f"Startup policies: each in a fresh process, {cold} caches, the same {conditions['num_requests']} requests\n"
         f"{model['architecture']}, {model['num_layers']} layers, hidden size {model['hidden_size']}, {model['dtype']}; "
-        f"{compilers}; buckets: {buckets}\n"
+        f"{compilers}; buckets: {buckets}{captured}\n"
         f"{conditions['device']}; torch {conditions['torch']}, Python {conditions['python']}"
     )
 

@@ -50,6 +50,8 @@ and
   in_step_compiles       pieces compiled while a step waited for them
   compiles_before_ready  pieces compiled before the engine accepted requests
   captures               captures made
+  in_step_captures       those of them that were made while a step waited for them
+  pool_bytes             what the captures hold of the device at the end; static buffers are not in it
   peak_bytes             peak memory: resident of the process itself on CPU, reserved on the device on CUDA
 
 Without --cuda-graph-config, the compiler is inductor and every bucket is specialised; the buckets are 16 and 64 in
@@ -93,6 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     with _end_on_sigterm(), contextlib.ExitStack() as stack:
         model_dir = _model_dir(arguments.model, stack)
         model = _model_config(model_dir)
+        _check_reachable(config, model)
         if model.max_position_embeddings <= arguments.max_new_tokens:
             raise ConfigError(
                 f"--max-new-tokens: expected less than the model's context of {model.max_position_embeddings}, "
@@ -165,6 +168,19 @@ def _check(policies: Sequence[Startup], config: GraphConfig, device: str | None)
         each = dataclasses.replace(config, startup=policy)
         resolved = resolve(each, device_type=device_type, cuda_available=cuda_available)
     return dict(resolved.ladders)
+
+
+def _check_reachable(config: GraphConfig, model: ModelConfig) -> None:
+    """Raises: ConfigError for a bucket that no step of the engine can take, as the engine itself would."""
+    from ..engine.arguments import reachable_buckets, step_limits_of
+
+    max_num_seqs, max_num_batched_tokens = step_limits_of(
+        max_num_seqs=None,
+        max_num_batched_tokens=None,
+        enable_chunked_prefill=True,
+        max_model_len=model.max_position_embeddings,
+    )
+    reachable_buckets(config, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
 
 
 def _check_writable(file: str | None) -> None:

@@ -20,7 +20,6 @@ from ..console import exit_code
 from ..engine.engine import LLMEngine
 from ..engine.output import RequestOutput
 from ..engine.params import SamplingParams
-from ..explain import entry_data
 from .fresh import CACHES, RESULT, SPEC, WorkerSpec
 from .traffic import Batch
 
@@ -83,7 +82,7 @@ def measure(spec: WorkerSpec, *, cold: bool) -> dict[str, Any]:
         for batches in spec.rounds:
             num_steps_before_last = len(times.step_s)
             _send(engine, batches, spec.max_new_tokens, times)
-        counters = runtime.counters.as_dict()
+        counters, explained = runtime.counters.as_dict(), runtime.explain().as_dict()
         assert times.first_token_s is not None
         return {
             "policy": str(runtime.config.startup),
@@ -97,8 +96,10 @@ def measure(spec: WorkerSpec, *, cold: bool) -> dict[str, Any]:
             "in_step_seconds": counters["in_step_seconds"],
             "compiles_before_ready": sum(n for name, n in at_ready.items() if name.startswith("compiles_")),
             "captures": counters["captures"],
+            "in_step_captures": sum(e.kind == "capture" and e.scope.in_step for e in runtime.events),
+            "pool_bytes": explained["memory"]["pool_bytes"],
             "peak_bytes": _peak_bytes(engine.device),
-            "entries": [entry_data(entry) for entry in runtime.entries],
+            "entries": explained["entries"],
             "counters": counters,
             "conditions": _conditions(engine, spec),
         }

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 
 from ...errors import ConfigError
+from ...phases import GraphConfig, Phase
 from .config import DTYPES
 
 _DEFAULT_MAX_NUM_SEQS = 256
@@ -93,6 +95,34 @@ def step_limits_of(
             f"chunks, got {tokens}; raise it, lower max_model_len or enable chunked prefill"
         )
     return max_num_seqs if max_num_seqs is not None else min(_DEFAULT_MAX_NUM_SEQS, tokens), tokens
+
+
+def reachable_buckets(config: GraphConfig, *, max_num_seqs: int, max_num_batched_tokens: int) -> GraphConfig:
+    """`config` with ladders that end where a step can: a prefill step in tokens, a decode step in requests.
+
+    A ladder that the config names is left as it is; a default one ends in exactly the largest step.
+
+    Raises:
+        ConfigError: a bucket that the config names is not the smallest that fits for any step.
+    """
+    limits = {
+        Phase.PREFILL: ("max_num_batched_tokens", max_num_batched_tokens),
+        Phase.DECODE: ("max_num_seqs", max_num_seqs),
+    }
+    for phase, (name, limit) in limits.items():
+        chosen = config.phase(phase)
+        if chosen.buckets is None:
+            if chosen.ladder(phase).max > limit:
+                config = config.with_phase(phase, max_num_tokens=limit)
+            continue
+        unreachable = [bucket for below, bucket in pairwise(chosen.buckets) if below >= limit]
+        if unreachable:
+            raise ConfigError(
+                f"{phase}.buckets: expected buckets that a step of at most {limit} tokens ({name}) can take, got "
+                f"{', '.join(map(str, unreachable))} above {chosen.buckets[-len(unreachable) - 1]}, which holds it; "
+                f"remove them or raise {name}"
+            )
+    return config
 
 
 def check_positive(**values: int | None) -> None:

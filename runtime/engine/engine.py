@@ -11,9 +11,18 @@ from typing import TypeVar
 import torch
 
 from ...errors import InputError, RuntimeClosedError
+from ...ops.attention import AttentionContext
 from ...phases import GraphConfig, resolve
 from ..runtime import Runtime
-from .arguments import check_positive, device_of, directory_of, dtype_of, max_model_len_of, step_limits_of
+from .arguments import (
+    check_positive,
+    device_of,
+    directory_of,
+    dtype_of,
+    max_model_len_of,
+    reachable_buckets,
+    step_limits_of,
+)
 from .batch import step_inputs
 from .block_manager import BlockManager
 from .config import ModelConfig
@@ -50,7 +59,7 @@ class LLMEngine:
     Args:
         model_dir: a Hugging Face directory: config.json, model.safetensors (or its index and shards), tokenizer.json;
             by default the small model that comes with the package.
-        config: how the two phases execute.
+        config: how the two phases execute. A default ladder ends at the largest step that there can be.
         dtype: of weights and cache, a torch dtype or its name; by default the checkpoint's own.
         device: by default the current CUDA device if there is one, else the CPU.
         block_size: tokens in a block of the KV cache.
@@ -96,6 +105,9 @@ class LLMEngine:
             enable_chunked_prefill=enable_chunked_prefill,
             max_model_len=self.max_model_len,
         )
+        config = reachable_buckets(
+            config, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens
+        )
         self.tokenizer = Tokenizer(self.directory)
         self.tokenizer.check_fits(self.model_config.vocab_size)
         self.model = build_model(self.model_config)
@@ -128,6 +140,10 @@ class LLMEngine:
                 config,
                 dynamic_dims={"input_ids": {0: "tokens"}, "positions": {0: "tokens"}},
                 example_inputs={"input_ids": example, "positions": example.clone()},
+                context_sizes={"requests": self.max_num_seqs, "blocks": -(-self.max_model_len // block_size)},
+                example_context=AttentionContext.build(
+                    query_lens=(), seq_lens=(), block_tables=(), block_size=block_size, device=self.device
+                ),
             )
 
     def add_request(

@@ -15,6 +15,7 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     registry.load_entry_points()  # a module is imported once: what it registers must not go away with a test
     ours, theirs = registry.Registry(), registry.REGISTRY
     ours.ops.update(theirs.ops)
+    ours.capturable.update(theirs.capturable)
     ours.libraries.update(theirs.libraries)
     ours.bodies.update(theirs.bodies)
     ours.loaded_entry_points.update(theirs.loaded_entry_points)

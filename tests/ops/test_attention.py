@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch.testing._internal.optests.generate_tests import OpCheckError
 
-from piecework.errors import ContextError, InputError, NotAvailableError
+from piecework.errors import CaptureError, ContextError, InputError, NotAvailableError
 from piecework.ops import attention
 from piecework.ops.attention import AttentionContext, AttentionSpec, choose_implementation, paged_attention
-from piecework.ops.context import use_context
+from piecework.ops.capturing import capture_refusal, capturing_whole
+from piecework.ops.context import padded_fields, use_context
 from piecework.ops.split_op import split_op
 
 HEAD_SIZE = 8
@@ -290,6 +291,97 @@ def test_a_context_whose_fields_disagree_is_refused() -> None:
         dataclasses.replace(context, query_lens_host=(4,))
 
 
+@pytest.mark.parametrize(("query_lens", "is_decode"), [([1, 1], True), ([1, 2], False), ([1, 0], False), ([3], False)])
+def test_a_step_is_decode_if_each_request_has_one_new_token(query_lens: list[int], is_decode: bool) -> None:
+    context = make_step(query_lens, [4] * len(query_lens)).context
+    assert context.is_decode == is_decode
+    assert not context.as_static({}).is_decode
+
+
+def test_a_static_copy_has_the_given_tensors_and_nothing_on_the_host() -> None:
+    context = make_step([3, 1], [0, 4], padding=2).context
+    seq_lens = torch.tensor([9, 9, 9, 9], dtype=torch.int32)
+    static = context.as_static({"seq_lens": seq_lens})
+    assert static.is_static
+    assert static.seq_lens is seq_lens
+    assert static.block_table is context.block_table
+    assert (static.query_lens_host, static.seq_lens_host) == ((), ())
+    assert not context.is_static
+    assert context.query_lens_host == (3, 1)
+    with pytest.raises(InputError, match="num_tokens: expected a step's own context, got the runtime's static copy"):
+        static.num_tokens  # noqa: B018
+    again = dataclasses.replace(context.as_static({}), block_table=context.block_table[:, :1])
+    assert (again.query_lens_host, again.seq_lens_host) == ((), ())
+
+
+def test_how_the_tensors_of_a_context_grow() -> None:
+    fields = padded_fields(make_step([1], [0]).context)
+    grown = {name: (dict(f.dims), dict(f.slots), dict(f.plus), f.value) for name, f in fields.items()}
+    assert grown == {
+        "slot_mapping": ({0: "tokens"}, {}, {}, -1),
+        "query_start_loc": ({}, {0: "requests"}, {0: 1}, "last"),
+        "seq_lens": ({}, {0: "requests"}, {}, 0),
+        "block_table": ({}, {0: "requests", 1: "blocks"}, {}, 0),
+    }
+
+
+# ---- under the capture of a whole forward
+
+
+def arguments(step: Step) -> tuple[Any, ...]:
+    return (step.q, step.k, step.v, step.k_cache, step.v_cache, torch.empty(step.q.shape, dtype=step.q.dtype), 1.0, 0)
+
+
+def static_step() -> Step:
+    step = make_step([1, 3], [4, 0], padding=2)
+    return dataclasses.replace(step, context=step.context.as_static({}))
+
+
+def test_a_static_context_can_be_captured() -> None:
+    step = static_step()
+    with use_context(step.context), capturing_whole():
+        assert capture_refusal(paged_attention, arguments(step), {}) is None
+        torch.testing.assert_close(step.run()[:4], step.expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        (None, "torch_native reads lengths on the host"),
+        (slice(2, 3), "torch_static would read the tensors of this step's context for ever: it is not the static copy"),
+        (slice(0, 0), "no implementation supports"),
+    ],
+)
+def test_a_step_that_cannot_be_captured_says_why(
+    rows: slice | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = make_step([1, 3], [4, 0])
+    if rows is not None:
+        monkeypatch.setattr(attention, "IMPLEMENTATIONS", attention.IMPLEMENTATIONS[rows])
+    before = step.k_cache.clone()
+    with use_context(step.context), capturing_whole(), pytest.raises(CaptureError, match=reason) as raised:
+        paged_attention(*arguments(step))
+    assert raised.value.op == "piecework::paged_attention"
+    assert torch.equal(before.isnan(), step.k_cache.isnan())
+
+
+def test_a_call_that_would_fail_cannot_be_captured_either() -> None:
+    step = static_step()
+    assert "got no context" in str(capture_refusal(paged_attention, arguments(step), {}))
+    with use_context(step.context):
+        wrong = (step.q[:2], *arguments(step)[1:])
+        assert "expected q and out" in str(capture_refusal(paged_attention, wrong, {}))
+
+
+def test_a_static_context_of_another_size_is_refused() -> None:
+    step = static_step()
+    step.context = step.context.as_static({"slot_mapping": step.context.slot_mapping[:4]})
+    with pytest.raises(
+        InputError, match=r"q has 6 tokens, but the context is a static copy with a slot_mapping of \[4"
+    ):
+        step.run()
+
+
 def test_needs_a_context() -> None:
     step = make_step([2], [0])
     with pytest.raises(ContextError, match="AttentionContext and got no context"):
@@ -385,6 +477,8 @@ def test_opcheck() -> None:
     with use_context(step.context):
         torch.library.opcheck(paged_attention, (*arguments, torch.zeros_like(step.q), 0.5))
         torch.library.opcheck(paged_attention, (*arguments, torch.zeros_like(step.q), 0.5, 2))
+    with use_context(step.context.as_static({})):
+        torch.library.opcheck(paged_attention, (*arguments, torch.zeros_like(step.q), 0.5))
 
 
 def _functional(

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import threading
 
 import pytest
 import torch
 
-from piecework.errors import ContextError
-from piecework.ops.context import context_field, get_context, padded_fields, use_context
+from piecework.errors import ContextError, InputError
+from piecework.ops.context import (
+    context_field,
+    get_context,
+    host_field,
+    host_fields,
+    padded_fields,
+    plain_fields,
+    use_context,
+)
 from piecework.ops.split_op import split_op
 
 
@@ -109,3 +118,58 @@ def test_padded_fields():
 @pytest.mark.parametrize("context", [None, 3, {"slots": 1}, object()])
 def test_what_is_no_dataclass_has_no_padded_fields(context):
     assert padded_fields(context) == {}
+
+
+# What a field declares.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slots:
+    start: torch.Tensor = context_field(pad="last", slots={0: "requests"}, plus={0: 1})
+    rows: torch.Tensor = context_field(pad=0, dims={0: "tokens"}, slots={1: "blocks"}, default=None)
+    lens: tuple[int, ...] = host_field(default=(), repr=False, metadata={"mine": 1})
+    factor: int = 2
+
+
+def test_slots_and_plus():
+    fields = padded_fields(Slots(start=torch.zeros(2)))
+    start, rows = fields["start"], fields["rows"]
+    assert (start.value, start.dims, start.slots, start.plus) == ("last", {}, {0: "requests"}, {0: 1})
+    assert (rows.dims, rows.slots, rows.plus) == ({0: "tokens"}, {1: "blocks"}, {})
+
+
+def test_host_fields_are_neither_padded_nor_plain():
+    step = Slots(start=torch.zeros(2))
+    assert [field.name for field in host_fields(step)] == ["lens"]
+    assert plain_fields(step) == ("factor",)
+    assert dict(dataclasses.fields(Slots)[2].metadata)["mine"] == 1
+    assert (step.lens, "lens" in repr(step)) == ((), False)
+
+
+def test_the_class_of_a_context_has_no_fields_to_pad():
+    assert (padded_fields(Slots), host_fields(Slots), plain_fields(Slots)) == ({}, (), ())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pad": "first"}, "pad: expected a number or \"last\", got 'first'; write pad=0"),
+        ({"pad": None}, "pad: expected a number"),
+        ({"pad": True}, "pad: expected a number"),
+        ({"pad": 0, "dims": {-1: "tokens"}}, "dims: expected {dim: name} with dims counted from 0, got {-1: 'tokens'}"),
+        ({"pad": 0, "slots": {-1: "requests"}}, "slots: expected {dim: name} with dims counted from 0"),
+        ({"pad": 0, "slots": {True: "requests"}}, "slots: expected {dim: name}"),
+        ({"pad": 0, "slots": {0: 256}}, "slots: expected {dim: name} with dims counted from 0, got {0: 256}"),
+        (
+            {"pad": 0, "dims": {0: "tokens"}, "slots": {0: "requests"}},
+            "expected a dim either in dims or in slots, got 0 in both",
+        ),
+        ({"pad": 0, "slots": {0: "requests"}, "plus": {1: 1}}, "plus: expected dims of dims or slots, got 1"),
+        ({"pad": 0, "dims": {}, "plus": {0: 1}}, "plus: expected dims of dims or slots, got 0"),
+        ({"pad": 0, "plus": {0: -1}}, "plus: expected numbers of 1 or more, got -1 for dim 0"),
+        ({"pad": 0, "plus": {0: 1.0}}, "plus: expected numbers of 1 or more, got 1.0"),
+    ],
+)
+def test_a_field_that_makes_no_sense_is_refused_where_it_is_declared(options, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        context_field(**options)

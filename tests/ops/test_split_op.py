@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from piecework.errors import RegistrationError
+from piecework.ops import registry
 from piecework.ops.registry import SplitOp, match, split_ops
 from piecework.ops.split_op import split_op
 
@@ -243,6 +244,64 @@ def test_a_factory_called_twice_needs_two_names():
     assert out.item() == 2
     second(torch.ones(1), out)
     assert out.item() == 3
+
+
+# Whether a call can be captured.
+
+
+@pytest.mark.parametrize(
+    ("capturable", "listed"), [(False, False), (True, True), (lambda x, out: None, None), (str, None)]
+)
+def test_capturable_is_listed(capturable, listed):
+    assert entry_of(define(capturable=capturable)).capturable is listed
+    assert entry_of(split_op.register("aten::cos", capturable=capturable)).capturable is listed
+
+
+def test_no_operator_is_capturable_by_default():
+    assert entry_of(define()).capturable is False
+    assert entry_of(split_op.register("aten::cos")).capturable is False
+
+
+@pytest.mark.parametrize("capturable", [None, 1, "yes"])
+def test_capturable_is_a_bool_or_a_function(capturable):
+    before = split_ops()
+    with pytest.raises(RegistrationError, match=r"py:\d+: piecework_tests::op: capturable: expected True, False or a"):
+        define(capturable=capturable)
+    with pytest.raises(RegistrationError, match=r"py:\d+: split_op.register: capturable: expected True, False or a"):
+        split_op.register("aten::cos", capturable=capturable)
+    assert split_ops() == before
+
+
+def test_a_factory_called_twice_defines_once_unless_it_says_something_else_of_captures():
+    def body(x: torch.Tensor, out: torch.Tensor) -> None: ...
+
+    def make(capturable: Any) -> Any:
+        return split_op(mutates_args=("out",), name="piecework_tests::again", capturable=capturable)(body)
+
+    def by_call() -> Any:
+        return lambda x, out: None
+
+    first = make(by_call())
+    assert make(by_call()) is first, "made of the same lines"
+    for capturable, listed in ((True, True), (False, False), (lambda x, out: "no", None)):
+        op = make(capturable)
+        assert entry_of(op).capturable is listed
+        assert make(capturable) is op
+
+
+def test_defaults_and_keyword_arguments_reach_the_body():
+    """The registered body is the decorated function; torch runs it behind a guard."""
+
+    def body(x: torch.Tensor, out: torch.Tensor, scale: float = 3.0, *, shift: float = 1.0) -> None:
+        out.copy_(x * scale + shift)
+
+    op = split_op(mutates_args=("out",), name="piecework_tests::options")(body)
+    assert registry.REGISTRY.bodies["piecework_tests::options"] is body
+    out = torch.empty(1)
+    op(torch.ones(1), out)
+    assert out.item() == 4
+    op(torch.ones(1), out, 2.0, shift=5.0)
+    assert out.item() == 7
 
 
 # Somebody else's operators.

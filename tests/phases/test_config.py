@@ -25,9 +25,10 @@ def phase_configs(draw: st.DrawFn, phase: Phase) -> PhaseConfig:
     buckets = draw(st.none() | st.sets(st.integers(1, 9000), min_size=1, max_size=8).map(sorted))
     maximum = draw(st.none() | (st.integers(1, 20_000) if buckets is None else st.just(buckets[-1])))
     ladder = BucketLadder.default(phase, maximum) if buckets is None else BucketLadder(buckets)
+    backend = draw(st.sampled_from(list(Backend)))
     return PhaseConfig(
-        backend=draw(st.sampled_from(list(Backend))),
-        compiler=draw(st.sampled_from(list(Compiler))),
+        backend=backend,
+        compiler=draw(st.just(Compiler.EAGER) if backend is Backend.BREAKABLE else st.sampled_from(list(Compiler))),
         buckets=buckets,
         max_num_tokens=maximum,
         specialize="all" if draw(st.booleans()) else sorted(draw(st.sets(st.sampled_from(list(ladder))))),
@@ -46,6 +47,9 @@ graph_configs = st.builds(
     torch_compile_max_bs=st.integers(1, 512),
     fused_ops=st.sampled_from([(), ("all",), ("none", "+rms_norm"), ("-silu_and_mul", "all", "+rms_norm")]),
     evaluate_guards=st.booleans(),
+    cuda_graph_memory_budget=st.none() | st.integers(1, 1 << 50),
+    max_captures=st.none() | st.integers(1, 4096),
+    debug_captures=st.booleans(),
 )
 
 
@@ -84,6 +88,36 @@ def test_a_choice_is_its_word(choices: type[Backend]) -> None:
         assert str(member) == f"{member}" == member.value == member
         assert hash(member) == hash(member.value)
         assert json.loads(json.dumps(member)) == member.value
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("512MiB", 512 << 20),
+        ("2GiB", 2 << 30),
+        ("1.5GB", 1_500_000_000),
+        ("0.5 KiB", 512),
+        ("1gib", 1 << 30),
+        ("3Gi", 3 << 30),
+        ("1TB", 10**12),
+        ("2TiB", 2 << 40),
+        ("100B", 100),
+        ("1048576", 1 << 20),
+        (1 << 20, 1 << 20),
+        (None, None),
+    ],
+)
+def test_a_memory_budget_reads_sizes(text: str | int | None, num_bytes: int | None) -> None:
+    config = GraphConfig(cuda_graph_memory_budget=text)
+    assert config.cuda_graph_memory_budget == num_bytes
+    assert GraphConfig.from_json(json.dumps({"cuda_graph_memory_budget": text})) == config
+    assert GraphConfig.from_json(config.to_json()) == config
+
+
+def test_the_number_of_captures_is_capped_unless_said_otherwise() -> None:
+    assert GraphConfig().max_captures == 512
+    assert GraphConfig(max_captures=None).max_captures is None
+    assert GraphConfig.from_json('{"max_captures": null}').max_captures is None
 
 
 def test_configs_are_values() -> None:
@@ -126,7 +160,7 @@ def test_every_field_is_documented(config: type[PhaseConfig]) -> None:
 
 def test_all_is_what_can_be_imported() -> None:
     assert sorted(piecework.phases.__all__) == piecework.phases.__all__
-    modules = {"choices", "config", "flags", "fused", "ladder", "resolve"}
+    modules = {"choices", "config", "flags", "fused", "ladder", "resolve", "values"}
     public = {name for name in vars(piecework.phases) if not name.startswith("_")}
     assert public - modules == set(piecework.phases.__all__) - modules
 

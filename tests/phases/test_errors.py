@@ -65,6 +65,11 @@ PHASE_ERRORS: list[tuple[dict[str, Any], str]] = [
         "specialize: expected 'all' or buckets of the ladder 4, 8, got 6; remove 6 or list it in buckets",
     ),
     ({"specialize": "al"}, "specialize: expected a list of buckets or all, got 'al'; did you mean 'all'?"),
+    (
+        {"backend": "breakable", "compiler": "inductor"},
+        "compiler: expected eager, since backend breakable captures the eager forward, got inductor; "
+        "leave the compiler out, or use backend tc_piecewise",
+    ),
     ({"max_padding_waste": 1.5}, "max_padding_waste: expected a share from 0 to 1, got 1.5; use 0.25 for a quarter"),
     ({"max_padding_waste": -1}, "max_padding_waste: expected a share from 0 to 1, got -1; use 0.25 for a quarter"),
     (
@@ -77,6 +82,21 @@ SHARED_ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"startup": "lasy"}, "startup: expected one of eager, lazy, tiered, got 'lasy'; did you mean 'lazy'?"),
     ({"capture_device": "gpu"}, "capture_device: expected one of auto, cuda, tape, got 'gpu'; use one of these"),
     ({"cache_dir": ""}, "cache_dir: expected the path of a directory, got ''; name one or leave it out"),
+    (
+        {"cuda_graph_memory_budget": 0},
+        "cuda_graph_memory_budget: expected a number of bytes or a size like 512MiB, 2GiB or 1.5GB, got 0; "
+        "write one, or leave it out for no limit",
+    ),
+    (
+        {"cuda_graph_memory_budget": "lots"},
+        "cuda_graph_memory_budget: expected a number of bytes or a size like 512MiB, 2GiB or 1.5GB, got 'lots'; "
+        "write one, or leave it out for no limit",
+    ),
+    (
+        {"cuda_graph_memory_budget": "2G"},
+        "cuda_graph_memory_budget: expected a size with a unit such as MiB or MB, got '2G'; write 2GiB or 2GB",
+    ),
+    ({"max_captures": 0}, "max_captures: expected a positive integer, got 0; give 1 or more"),
     ({"torch_compile_max_bs": 0}, "torch_compile_max_bs: expected a positive integer, got 0; give 1 or more"),
     (
         {"fused_ops": ["none", "rms_norm"]},
@@ -149,6 +169,17 @@ def test_a_flag_for_both_phases_names_the_first() -> None:
             {"prefill": {"max_padding_waste": True}},
             "prefill.max_padding_waste: expected a share from 0 to 1, got True; use 0.25 for a quarter",
         ),
+        ({"debug_captures": 1}, "debug_captures: expected true or false, got 1; use one of these"),
+        (
+            {"cuda_graph_memory_budget": 0.5},
+            "cuda_graph_memory_budget: expected a number of bytes or a size like 512MiB, 2GiB or 1.5GB, got 0.5; "
+            "write one, or leave it out for no limit",
+        ),
+        (
+            {"cuda_graph_memory_budget": True},
+            "cuda_graph_memory_budget: expected a number of bytes or a size like 512MiB, 2GiB or 1.5GB, got True; "
+            "write one, or leave it out for no limit",
+        ),
         ({"torch_compile_max_bs": True}, "torch_compile_max_bs: expected a positive integer, got True; give 1 or more"),
         (
             {"fused_ops": "all"},
@@ -179,7 +210,7 @@ def test_values_that_no_flag_can_say(values: dict[str, Any], text: str) -> None:
 PHASE_KEYS = "backend, compiler, buckets, max_num_tokens, specialize, max_padding_waste"
 KEYS = (
     "prefill, decode, startup, capture_device, cache_dir, enable_torch_compile, torch_compile_max_bs, fused_ops, "
-    "evaluate_guards"
+    "evaluate_guards, cuda_graph_memory_budget, max_captures, debug_captures"
 )
 
 

@@ -54,6 +54,9 @@ CASES: list[tuple[list[str], dict[str, Any]]] = [
     (["--torch-compile-max-bs", "8"], {"torch_compile_max_bs": 8}),
     (["--fused-ops", "none,+rms_norm, -silu_and_mul"], {"fused_ops": ["none", "+rms_norm", "-silu_and_mul"]}),
     (["--evaluate-guards"], {"evaluate_guards": True}),
+    (["--cuda-graph-memory-budget", "1.5GiB"], {"cuda_graph_memory_budget": 3 << 29}),
+    (["--cuda-graph-max-captures", "7"], {"max_captures": 7}),
+    (["--debug-captures"], {"debug_captures": True}),
     ([DISABLE], {p: {"backend": "disabled"} for p in ("prefill", "decode")}),
     ([CONFIG, '{"startup": "eager"}'], {"startup": "eager"}),
 ]

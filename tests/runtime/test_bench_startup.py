@@ -33,7 +33,7 @@ from piecework.runtime.events import Counters
 
 KEYS = (
     "policy cold ready_s first_token_s settled_s worst_step_s in_step_compiles compiles_before_ready captures "
-    "peak_bytes"
+    "in_step_captures pool_bytes peak_bytes"
 ).split()
 
 
@@ -215,6 +215,8 @@ RESULT: dict[str, Any] = {
     "in_step_compiles": 0,
     "compiles_before_ready": 15,
     "captures": 0,
+    "in_step_captures": 0,
+    "pool_bytes": 0,
     "peak_bytes": 523_000_000,
     "counters": {"fallbacks": {}},
     "conditions": {
@@ -227,7 +229,7 @@ RESULT: dict[str, Any] = {
             "hidden_size": 64,
             "dtype": "float32",
         },
-        "config": {"prefill": {"compiler": "inductor"}, "decode": {"compiler": "inductor"}},
+        "config": {phase: {"backend": "disabled", "compiler": "inductor"} for phase in ("prefill", "decode")},
         "buckets": {"prefill": [16, 64], "decode": [1, 4]},
         "num_requests": 45,
     },
@@ -265,6 +267,19 @@ def test_the_table_says_which_number_is_better() -> None:
         "lazy: fallback x2: above the ladder"
     )
     assert "*" not in report.table([RESULT]).partition("\n* the best")[0]
+
+
+def test_the_table_says_what_was_captured_if_anything_was() -> None:
+    conditions = RESULT["conditions"]
+    config = conditions["config"] | {"decode": {"backend": "full", "compiler": "inductor"}}
+    captured = RESULT | {"captures": 2, "pool_bytes": 3_000_000, "conditions": conditions | {"config": config}}
+    text = report.table([captured, captured | {"policy": "lazy", "in_step_captures": 2}])
+    assert "; buckets: prefill 16 64, decode 1 4; captured: decode full\n" in text
+    assert (
+        "captures                  2       2\n"
+        "captures inside steps     0 *     2       less is better\n"
+        "pool of the captures      3 MB    3 MB\n"
+    ) in text
 
 
 def test_json_goes_to_stdout_or_to_a_file(monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path) -> None:
@@ -338,7 +353,12 @@ def test_flags_change_the_default_and_json_replaces_it() -> None:
             "decode.buckets: 128 requests have more than 64 prompt tokens, which is the",
         ),
         (["--cuda-graph-bs-decode", "0"], "decode.buckets: expected positive integers, got 0"),
-        (["--cuda-graph-backend-decode", "full"], "decode.backend: full is not available in this build"),
+        (["--enable-torch-compile"], "enable_torch_compile: true is not available in this build"),
+        (
+            ["--cuda-graph-bs-prefill", "64", "8192", "16384"],
+            r"prefill.buckets: expected buckets that a step of at most 8192 tokens \(max_num_batched_tokens\) can take"
+            ", got 16384 above 8192",
+        ),
         (["--model", "nowhere"], "model: expected a directory with config.json, .* nowhere does not exist"),
     ],
 )

@@ -215,15 +215,18 @@ def test_ops_without_a_model_says_not_traced() -> None:
     assert err == ""
     packed, paged, *fused = out.split("\n\n")
     assert packed.startswith("piecework::packed_attention.default\n")
-    [name, schema, mutates, defined, matched] = paged.splitlines()
+    [name, schema, mutates, capture, defined, matched] = paged.splitlines()
     assert name == "piecework::paged_attention.default"
     assert schema.startswith("  schema   piecework::paged_attention(Tensor q, ")
     assert mutates == "  mutates  k_cache, v_cache, out"
+    assert capture.startswith("  capture  ")
     assert "ops/attention.py:" in defined
     assert matched == "  matched  not traced"
     answer = json.loads(start("-m", "piecework.runtime.cli", "ops", "--json").communicate()[0])
     assert (answer["traced"], answer["never_matched"]) == (False, None)
     assert [op["num_matched"] for op in answer["split_ops"]] == [None, None]
+    assert answer["split_ops"][0]["name"] == "piecework::packed_attention"
+    assert answer["split_ops"][0]["capturable"] is False
     names = ["fused_add_rms_norm", "rms_norm", "rotary_embedding", "silu_and_mul"]
     assert [op["name"] for op in answer["fused_ops"]] == names
     assert [text.splitlines()[0] for text in fused] == [f"fused op {name}" for name in names]
@@ -330,7 +333,7 @@ def test_top_level_help_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
         "    bench     measure\n"
         "    ops       list the split ops and fused ops; with --model, also how many nodes of its graph a split op\n"
         "              matched\n"
-        "    explain   compile every bucket, then say what runs for each and why\n"
+        "    explain   warm up every bucket, then say what runs for each and why\n"
     )
     assert run("--version") == (0, f"piecework {__version__}\n", "")
 
@@ -460,8 +463,15 @@ def test_a_bad_checkpoint_is_a_short_error(
             "decode.backend: expected one of auto, disabled, .*, got 'fast'; use",
         ),
         (
-            ["--cuda-graph-backend-prefill", "tc_piecewise"],
-            "prefill.backend: tc_piecewise is not available in this build; allowed now: auto, disabled; leave it out",
+            ["--cuda-graph-backend-prefill", "breakable", "--cuda-graph-tc-compiler", "aot_eager"],
+            "prefill.compiler: expected eager, since backend breakable captures the eager forward, got aot_eager; ",
+        ),
+        (["--capture-device", "cuda"], "capture_device: cuda needs a model on an available CUDA device, got one on "),
+        (["--cuda-graph-memory-budget", "2G"], "cuda_graph_memory_budget: expected a size .*; write 2GiB or 2GB"),
+        (["--cuda-graph-max-captures", "0"], "max_captures: expected a positive integer, got 0; give 1 or more"),
+        (
+            ["--cuda-graph-bs-decode", "1", "512", "1024"],
+            r"decode.buckets: expected buckets that a step of at most 256 tokens \(max_num_seqs\) can take, got 1024",
         ),
         (["--startup", "tiered"], "startup: tiered is not available in this build; allowed now: eager, lazy; leave it"),
         (["--enable-torch-compile"], "enable_torch_compile: true is not available in this build; .* leave it out"),

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
+from typing import Any
 
 import pytest
 import torch
 
 import piecework as pw
+from piecework.graphs.inputs import InputContract
 from piecework.ops.attention import AttentionContext
+from piecework.ops.context import padded_fields
+from piecework.runtime.step_context import fill_field, pad_context
 
 
 @pw.split_op(mutates_args=("out",), name="piecework_test::plus_context")
@@ -117,3 +122,98 @@ def test_our_own_contexts_and_what_is_no_dataclass_are_not_warned_about(context:
     runtime = make_runtime()
     step(runtime, 3, context)
     assert warned(runtime) == {}
+
+
+# What padding does to the fields, without a runtime.
+
+CONTRACT = InputContract({"x": {0: "tokens"}, "table": {0: "rows"}})
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    starts: torch.Tensor | None = pw.context_field(pad="last", dims={0: "tokens"}, plus={0: 1}, default=None)
+    slots: torch.Tensor | None = pw.context_field(pad=7, dims={1: "tokens"}, slots={0: "requests"}, default=None)
+    lengths: torch.Tensor | None = pw.context_field(pad=0, slots={0: "requests"}, plus={0: 1}, default=None)
+    half: torch.Tensor | None = pw.context_field(pad=0.5, default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokensAsSlots:
+    rows: torch.Tensor = pw.context_field(pad=0, slots={0: "tokens"})
+
+
+def padded(context: object, num_tokens: int, bucket: int) -> Any:
+    bound = CONTRACT.bind({"x": torch.zeros(num_tokens, 2)})
+    return pad_context(context, bound, bucket, CONTRACT, pytest.fail)
+
+
+def test_the_tail_repeats_the_last_element_and_plus_is_kept() -> None:
+    starts = torch.tensor([0, 4, 5, 9])
+    assert padded(Fields(starts=starts), 3, 6).starts.tolist() == [0, 4, 5, 9, 9, 9, 9]
+    context = Fields(starts=starts)
+    assert padded(context, 3, 3) is context, "nothing to pad"
+
+
+def test_slots_do_not_grow_in_an_ordinary_step() -> None:
+    context = Fields(slots=torch.ones(2, 3), lengths=torch.arange(3))
+    step = padded(context, 3, 4)
+    assert step.slots.tolist() == [[1, 1, 1, 7], [1, 1, 1, 7]]
+    assert step.lengths is context.lengths
+
+
+@pytest.mark.parametrize(
+    ("context", "message"),
+    [
+        pytest.param(
+            Fields(starts=torch.zeros(3)),
+            "context Fields.starts: expected 3 + 1 rows on dim 0 ('tokens'), like the inputs, got shape [3]",
+            id="plus",
+        ),
+        pytest.param(
+            Fields(lengths=torch.zeros(0)),
+            "context Fields.lengths: expected a dim 0 ('requests') of 1 or more, got shape [0]",
+            id="too short for plus",
+        ),
+        pytest.param(
+            Fields(lengths=torch.zeros(())),
+            "context Fields.lengths: expected a dim 0 ('requests') of 1 or more, got shape []",
+            id="no such slot dim",
+        ),
+        pytest.param(
+            Fields(half=torch.zeros(3, dtype=torch.int32)),
+            "context Fields.half: pad: expected a value that torch.int32 can hold, got 0.5; pad with an integer",
+            id="pad that the dtype cannot hold",
+        ),
+        pytest.param(
+            TokensAsSlots(rows=torch.zeros(3)),
+            "context TokensAsSlots.rows: slots: expected names that no input has, got 'tokens' for dim 0",
+            id="a slot with an input's name",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(context: object, message: str) -> None:
+    with pytest.raises(pw.InputError) as caught:
+        padded(context, 3, 4)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("value", [9, "last"])
+@pytest.mark.parametrize(
+    ("shape", "room"), [((2, 3), (4, 5)), ((2, 3), (2, 5)), ((2, 3), (4, 3)), ((0, 3), (2, 4)), ((3,), (3,)), ((), ())]
+)
+def test_fill_field_defines_every_element(value: float | str, shape: tuple[int, ...], room: tuple[int, ...]) -> None:
+    """Along each dim in turn: the definition is written with torch.cat."""
+    tensor = torch.arange(1.0, 1 + math.prod(shape)).reshape(shape)
+    expected = tensor
+    for dim, size in enumerate(room):
+        tail = list(expected.shape)
+        tail[dim] = size - shape[dim]
+        if value == "last" and 0 not in shape:
+            more = expected.narrow(dim, shape[dim] - 1, 1).expand(tail)
+        else:
+            more = torch.full(tail, 0.0 if value == "last" else float(value))
+        expected = torch.cat((expected, more), dim)
+    padding = padded_fields(Fields())["starts"]
+    target = torch.full(room, float("nan"))
+    assert fill_field(target, tensor, dataclasses.replace(padding, value=value)) is target
+    torch.testing.assert_close(target, expected, rtol=0, atol=0)

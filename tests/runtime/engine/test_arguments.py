@@ -12,6 +12,7 @@ import torch
 
 from piecework.errors import ConfigError, ModelError
 from piecework.phases import GraphConfig
+from piecework.runtime.engine.arguments import reachable_buckets
 from piecework.runtime.engine.engine import LLMEngine
 
 
@@ -43,6 +44,20 @@ def change_config(directory: Path, **changes: Any) -> None:
             "expected at least max_model_len 256, .*, got 255; raise it, lower max_model_len or enable chunked prefill",
         ),
         ({"config": GraphConfig(startup="tiered")}, "startup"),
+        (
+            {"config": GraphConfig(decode={"buckets": (1, 4, 8, 16, 32)}), "max_num_seqs": 5},
+            r"^decode\.buckets: expected buckets that a step of at most 5 tokens \(max_num_seqs\) can take, got 16, 32 "
+            r"above 8, which holds it; remove them or raise max_num_seqs$",
+        ),
+        (
+            {"config": GraphConfig(prefill={"buckets": (16, 64, 65)}), "max_num_batched_tokens": 64, "max_num_seqs": 4},
+            r"^prefill\.buckets: expected buckets that a step of at most 64 tokens \(max_num_batched_tokens\) can take, "
+            r"got 65 above 64, which holds it; remove them or raise max_num_batched_tokens$",
+        ),
+        (
+            {"config": GraphConfig(decode={"specialize": (8,)}), "max_num_seqs": 4},
+            r"^decode\.specialize: expected 'all' or buckets of the ladder 1, 2, 3, 4, got 8; remove 8 or",
+        ),
     ],
 )
 def test_bad_arguments_are_refused_before_weights_are_read(
@@ -54,6 +69,26 @@ def test_bad_arguments_are_refused_before_weights_are_read(
     monkeypatch.setattr("piecework.runtime.engine.engine.load_weights", never)
     with pytest.raises(ConfigError, match=message):
         LLMEngine(checkpoint, **{"device": "cpu"} | arguments)
+
+
+def test_ladders_end_where_a_step_can() -> None:
+    """A default ladder ends in exactly the largest step; one that is named stays, its last bucket may be larger."""
+    named = GraphConfig(prefill={"buckets": (16, 100)}, decode={"buckets": (1, 4, 8)})
+    assert reachable_buckets(named, max_num_seqs=5, max_num_batched_tokens=17) == named
+    default = reachable_buckets(GraphConfig(), max_num_seqs=5, max_num_batched_tokens=40)
+    assert default.decode.ladder("decode").buckets == (1, 2, 3, 4, 5)
+    assert default.prefill.ladder("prefill").buckets == (16, 24, 32, 40)
+    asked = GraphConfig(decode={"max_num_tokens": 6}, prefill={"max_num_tokens": 20})
+    assert reachable_buckets(asked, max_num_seqs=256, max_num_batched_tokens=8192) == asked
+    assert reachable_buckets(asked, max_num_seqs=4, max_num_batched_tokens=8192).decode.max_num_tokens == 4
+    # More than the default ladder has is no reason to let it grow.
+    assert reachable_buckets(GraphConfig(), max_num_seqs=999, max_num_batched_tokens=99_999) == GraphConfig()
+
+
+def test_the_engine_cuts_its_default_ladders(checkpoint: Path) -> None:
+    with LLMEngine(checkpoint, device="cpu", max_num_seqs=3, max_num_batched_tokens=20) as engine:
+        ladders = engine.runtime.resolved.ladders
+        assert (ladders["decode"].buckets, ladders["prefill"].buckets) == ((1, 2, 3), (16, 20))
 
 
 @pytest.mark.parametrize(("cuda", "built"), [("12.9", "built for CUDA 12.9"), (None, "built without CUDA")])

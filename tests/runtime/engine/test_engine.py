@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,10 +41,17 @@ def assert_equal_to_reference(reference: Any) -> AssertEqual:
     return check
 
 
-def config(compiler: str = "eager", *, specialize: Any = (), **shared: Any) -> GraphConfig:
+def config(
+    compiler: str = "eager",
+    *,
+    specialize: Any = (),
+    prefill: tuple[int, ...] = (16, 64),
+    decode: tuple[int, ...] = (1, 2, 4),
+    **shared: Any,
+) -> GraphConfig:
     return GraphConfig(
-        prefill=PhaseConfig(compiler=compiler, buckets=(16, 64), specialize=specialize),
-        decode=PhaseConfig(compiler=compiler, buckets=(1, 2, 4), specialize=specialize),
+        prefill=PhaseConfig(compiler=compiler, buckets=prefill, specialize=specialize),
+        decode=PhaseConfig(compiler=compiler, buckets=decode, specialize=specialize),
         **shared,
     )
 
@@ -103,7 +111,8 @@ def test_a_step_has_no_more_requests_and_tokens_than_allowed(
     checkpoint: Path, chunked: bool, monkeypatch: pytest.MonkeyPatch, assert_equal_to_reference: AssertEqual
 ) -> None:
     limits = {"max_num_batched_tokens": 7 if chunked else 32, "enable_chunked_prefill": chunked}
-    with LLMEngine(checkpoint, config(), device="cpu", max_num_seqs=2, max_model_len=32, **limits) as engine:
+    ladders = config(prefill=(16,) if chunked else (16, 64), decode=(1, 2))
+    with LLMEngine(checkpoint, ladders, device="cpu", max_num_seqs=2, max_model_len=32, **limits) as engine:
         steps = Steps(engine, monkeypatch).steps
         assert_equal_to_reference(checkpoint, engine.generate(PROMPTS, GREEDY))
     assert max(num_reqs for _, num_reqs, _ in steps) == 2
@@ -186,16 +195,14 @@ def test_each_prompt_may_have_its_own_params(engine: LLMEngine) -> None:
 
 def test_attention_runs_once_per_layer_and_step(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    [native] = attention.IMPLEMENTATIONS
+    [native] = [each for each in attention.IMPLEMENTATIONS if each.name == "torch_native"]
 
     def counted(*args: Any) -> None:
         [context] = [arg for arg in args if isinstance(arg, attention.AttentionContext)]
         calls.append(context.num_tokens)
         native.load()(*args)
 
-    counting = attention.AttentionImplementation(
-        name="counting", why="counts", reject=lambda spec: None, load=lambda: counted
-    )
+    counting = dataclasses.replace(native, name="counting", reject=lambda spec: None, load=lambda: counted)
     monkeypatch.setattr(attention, "IMPLEMENTATIONS", (counting,))
     num_layers = 3
     for compiler in ("eager", "aot_eager"):

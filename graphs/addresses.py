@@ -1,0 +1,55 @@
+"""What a capture holds by address, and whether it is still there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ..errors import InputError
+from .bindings import Bindings, TensorIndex
+
+
+def model_bindings(model: torch.nn.Module) -> Bindings:
+    """Every parameter, buffer and tensor attribute of a model."""
+    return Bindings(TensorIndex(model, {}).everything())
+
+
+class Addresses:
+    """The tensors that a capture reads or writes where they are: the model's, and inputs that are not copied.
+
+    A tensor that was replaced or moved (`tensor.data = ...`, `model.half()`) leaves the capture with memory that nobody
+    looks at any more.
+    """
+
+    def __init__(self, bindings: Bindings, inputs: Mapping[str, torch.Tensor]) -> None:
+        self._bindings = bindings
+        self._tensors = bindings.model_tensors()
+        self._pointers = [tensor.data_ptr() for tensor in self._tensors]
+        self._inputs = dict(inputs)
+        self._input_pointers = {name: tensor.data_ptr() for name, tensor in inputs.items()}
+
+    def moved(self, inputs: Mapping[str, torch.Tensor]) -> str | None:
+        """What is no longer where it was, in words; None when everything is.
+
+        Args:
+            inputs: this step's, by name.
+        """
+        try:
+            tensors = self._bindings.model_tensors()
+        except InputError as error:
+            return str(error)
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        if pointers != self._pointers:
+            paths = self._bindings.model_paths
+            moved = next(path for path, new, old in zip(paths, pointers, self._pointers, strict=True) if new != old)
+            return f"the model's tensor {moved} was replaced or moved"
+        if tensors is not self._tensors:
+            self._tensors = tensors  # other objects over the same memory
+        for name, pointer in self._input_pointers.items():
+            if inputs[name].data_ptr() != pointer:
+                return (
+                    f"the input {name}, which the forward writes and which has no dynamic dims, is another tensor than "
+                    f"when the step was captured; keep it in one place"
+                )
+        return None

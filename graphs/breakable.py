@@ -1,0 +1,201 @@
+"""Backend `breakable`: the eager forward in segments, without Dynamo; its split ops run between them at each replay.
+
+A dispatch mode sees every operator of the forward. At a split op it ends the segment, notes the call, which does not
+happen, and begins the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..errors import CaptureError
+from ..ops import registry
+from .capture import Observed, Work, reserve_arguments, reserve_outputs, reserve_results, store_outputs
+from .device import Segment, Session
+from .layouts import CallLayout, TensorLayout
+from .model_line import calling_line
+from .split_calls import Slot, SplitCall, map_arguments, memory_address, results_of, tensor_arguments
+
+
+def observe(work: Work) -> tuple[Sequence[Any], Observed]:
+    """Runs the forward once, uncaptured; returns its flat outputs and what a capture needs to know."""
+    observed = Observed()
+    with _Watching(work, observed):
+        outputs, observed.structure = work.forward.flat(work.tensors, work.sizes)
+    reserve_outputs(work, outputs)
+    return outputs, observed
+
+
+def capture(session: Session, work: Work, observed: Observed) -> tuple[list[Segment | SplitCall], list[Any]]:
+    """Captures the forward. Raises: CaptureError; whatever the forward raises."""
+    breaks = _Breaking(work, observed, session)
+    session.begin()
+    with breaks:
+        outputs, _ = work.forward.flat(work.tensors, work.sizes)
+    breaks.check_complete()
+    outputs = store_outputs(work, outputs)
+    return [*breaks.steps, session.end()], outputs
+
+
+class _SplitOpMode(TorchDispatchMode):
+    """Tells split ops from other operators, and scratch from memory that has an owner."""
+
+    def __init__(self, work: Work, observed: Observed) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.work = work
+        self.observed = observed
+        self.num_calls = 0
+        self._made: set[int] = set()
+        """Addresses of memory that the forward's operators allocated."""
+        self._blank: set[int] = set()
+        """Those of it to which nothing was written."""
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in registry.REGISTRY.ops:
+            self.num_calls += 1
+            return self.split_call(f"{func._schema.name} #{self.num_calls}", func, args, kwargs)
+        self.before(func, args, kwargs)
+        returned = func(*args, **kwargs)
+        self._note(func, args, kwargs, returned)
+        return returned
+
+    def before(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Called before each operator that is no split op."""
+
+    def split_call(self, name: str, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Called in place of a split op."""
+        raise NotImplementedError
+
+    def is_scratch(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's memory is the forward's own."""
+        return memory_address(tensor) in self._made
+
+    def _note(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], returned: Any) -> None:
+        taken: set[int] = set()
+        for slot, tensor in tensor_arguments(op, args, kwargs):
+            taken.add(memory_address(tensor))
+            if slot.is_written:
+                self._blank.discard(memory_address(tensor))
+        made = {memory_address(tensor) for tensor in _tensors(returned)} - taken - {0}
+        self._made |= made
+        if op.overloadpacket in _EMPTY:
+            self._blank |= made
+        else:
+            self._blank -= made
+
+
+class _Watching(_SplitOpMode):
+    """Makes the buffers for the split ops' arguments and results while they run."""
+
+    def split_call(self, name: str, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        reserve_arguments(self.work, op, args, kwargs, self.is_scratch)
+        returned = op(*args, **kwargs)
+        reserve_results(self.work, op, returned)
+        self.observed.note(name, args, returned)
+        self._made |= {memory_address(tensor) for tensor in _tensors(returned)} - {0}
+        return returned
+
+
+class _Breaking(_SplitOpMode):
+    """Ends the segment at each split op and begins the next."""
+
+    def __init__(self, work: Work, observed: Observed, session: Session) -> None:
+        super().__init__(work, observed)
+        self.session = session
+        self.steps: list[Segment | SplitCall] = []
+
+    def before(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuses what another step would not find; lets the session see the stream."""
+        self.session.op = op._schema.name
+        self.session.saw_stream()
+        if not self.work.moving:
+            return
+        for _, tensor in tensor_arguments(op, args, kwargs):
+            what = self.work.moving.get(memory_address(tensor))
+            if what is not None:
+                raise CaptureError(
+                    f"{op._schema.name}: expected tensors that stay where they are, got {what}, which each step brings "
+                    f"anew; read it in a split op, or declare it with context_field(pad=...)",
+                    op=op._schema.name,
+                    line=calling_line(),
+                )
+
+    def split_call(self, name: str, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        layout = self._layout(name, op)
+        tensors = list(tensor_arguments(op, args, kwargs))
+        addresses = [memory_address(tensor) for _, tensor in tensors]
+        written = {address for (slot, _), address in zip(tensors, addresses, strict=True) if slot.is_written}
+        back: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def staged(slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
+            address = memory_address(tensor)
+            # Arguments that share memory that is written stay as they are: copies of them would be apart.
+            if not self.is_scratch(tensor) or (address in written and addresses.count(address) > 1):
+                return tensor
+            buffer = self.work.stages.find(slot, TensorLayout.of(tensor))
+            if address not in self._blank:
+                buffer.copy_(tensor)
+            if slot.is_written:
+                back.append((tensor, buffer))
+            return buffer
+
+        args, kwargs = map_arguments(op, args, kwargs, staged)
+        results = [
+            self.work.stages.find(Slot(op._schema.name, "result", i), output)
+            if isinstance(output, TensorLayout)
+            else output
+            for i, output in enumerate(layout.outputs)
+        ]
+        self.steps += [self.session.end(), SplitCall(op, args, kwargs, results)]
+        self.session.begin()
+        for tensor, buffer in back:
+            tensor.copy_(buffer)
+            self._blank.discard(memory_address(tensor))
+        seen = [self._own_copy(result) for result in results]
+        if not results:
+            return None
+        return seen[0] if name in self.observed.lone else seen
+
+    def check_complete(self) -> None:
+        """Raises: CaptureError when the forward made fewer calls of split ops than in the first run."""
+        if self.num_calls != len(self.observed.calls):
+            raise CaptureError(
+                f"expected {len(self.observed.calls)} calls of split ops, as in the first run, got {self.num_calls}; "
+                f"the forward must do the same each time at one size, or use backend disabled"
+            )
+
+    def _layout(self, name: str, op: OpOverload) -> CallLayout:
+        layout = self.observed.calls.get(name)
+        if layout is None:
+            raise CaptureError(
+                f"{op._schema.name}: expected the calls of the first run, got {name}; the forward must do the same "
+                f"each time at one size, or use backend disabled",
+                op=op._schema.name,
+                line=calling_line(),
+            )
+        return layout
+
+    def _own_copy(self, result: Any) -> Any:
+        """A result in memory of the capture: who knows how long the forward keeps it."""
+        if not isinstance(result, torch.Tensor):
+            return result
+        copied = torch.empty_like(result).copy_(result)
+        self._made.add(memory_address(copied))
+        return copied
+
+
+_EMPTY = frozenset(
+    getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+)
+
+
+def _tensors(returned: Any) -> Iterator[torch.Tensor]:
+    return (item for item in results_of(returned) if isinstance(item, torch.Tensor))

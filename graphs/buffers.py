@@ -1,0 +1,115 @@
+"""Memory at fixed addresses that captures read and write; see Note [Who owns captured memory] in device.py.
+
+A buffer is sized once, for the phase's largest bucket; each bucket gets the start of it. All buckets of a phase share
+it, which is right since one of them runs at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+
+import torch
+
+from .inputs import TOKENS, BoundInputs, InputContract, check_pad
+from .layouts import TensorLayout
+
+
+class Buffers:
+    """Named buffers of one phase."""
+
+    def __init__(self, max_num_tokens: int) -> None:
+        self._max_num_tokens = max_num_tokens
+        self._memories: dict[tuple[Hashable, torch.device], torch.UntypedStorage] = {}
+        self._tensors: dict[tuple[Hashable, TensorLayout], torch.Tensor] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(memory.nbytes() for memory in self._memories.values())
+
+    def tensor(self, name: Hashable, layout: TensorLayout, bucket: int) -> torch.Tensor:
+        """The tensor of this layout at the start of the buffer `name`; the same object for the same arguments.
+
+        A buffer that turns out too small is replaced: captures that were made with the old one hold that.
+
+        Args:
+            layout: dense, see `TensorLayout.dense`.
+            bucket: the number of tokens that the layout is for; with more of them it would be larger.
+        """
+        known = self._tensors.get((name, layout))
+        if known is not None:
+            return known
+        memory = self._memories.get((name, layout.device))
+        if memory is None or memory.nbytes() < layout.num_bytes:
+            memory = _allocate(self._largest(layout, bucket), layout.device)
+            self._memories[name, layout.device] = memory
+            self._tensors = {key: tensor for key, tensor in self._tensors.items() if key[0] != name}
+        with torch.inference_mode(False):
+            tensor = layout.over(memory)
+        self._tensors[name, layout] = tensor
+        return tensor
+
+    def find(self, name: Hashable, layout: TensorLayout) -> torch.Tensor | None:
+        """What `tensor` returned for this layout, if it did."""
+        return self._tensors.get((name, layout))
+
+    def _largest(self, layout: TensorLayout, bucket: int) -> int:
+        grows = bucket < self._max_num_tokens and any(size and size % bucket == 0 for size in layout.shape)
+        return -(-layout.num_bytes * self._max_num_tokens // bucket) if grows else layout.num_bytes
+
+
+def _allocate(num_bytes: int, device: torch.device) -> torch.UntypedStorage:
+    # Not inference tensors: those could be written in inference mode only, and count no versions.
+    with torch.inference_mode(False):
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device).untyped_storage()
+
+
+class StaticInputs:
+    """A phase's inputs at fixed addresses."""
+
+    def __init__(self, contract: InputContract, buffers: Buffers, *, poison_padding: bool = False) -> None:
+        self._contract = contract
+        self._buffers = buffers
+        self._poison_padding = poison_padding
+        self.by_address: set[str] = set()
+        """Inputs without dynamic dims that the forward writes: captured where they are, and not copied."""
+
+    def fill(self, bound: BoundInputs, bucket: int) -> dict[str, torch.Tensor]:
+        """Copies a step's inputs in, padded to `bucket` tokens. Inputs with dynamic dims are contiguous.
+
+        Raises:
+            InputError: an input cannot hold its pad value.
+        """
+        return {
+            name: tensor if name in self.by_address else self._fill(name, tensor, bucket)
+            for name, tensor in bound.tensors.items()
+        }
+
+    def _fill(self, name: str, tensor: torch.Tensor, bucket: int) -> torch.Tensor:
+        dims = self._contract.dynamic_dims.get(name, {})
+        if not dims:
+            static = self._buffers.tensor(("input", name), TensorLayout.of(tensor).dense(), bucket)
+            return static.copy_(tensor)
+        value = self._contract.pad.get(name, 0)
+        check_pad(name, tensor, value)
+        layout = TensorLayout.contiguous(padded_shape(tensor, dims, bucket), tensor.dtype, tensor.device)
+        static = self._buffers.tensor(("input", name), layout, bucket)
+        if self._poison_padding and tensor.dtype.is_floating_point:
+            value = float("nan")
+        return fill_padded(static, tensor, value)
+
+
+def padded_shape(tensor: torch.Tensor, dims: Mapping[int, str], bucket: int) -> tuple[int, ...]:
+    """The shape of `tensor` with its `tokens` dims grown to `bucket`."""
+    return tuple(bucket if dims.get(dim) == TOKENS else size for dim, size in enumerate(tensor.shape))
+
+
+def fill_padded(static: torch.Tensor, tensor: torch.Tensor, value: float) -> torch.Tensor:
+    """Writes `tensor` to the start of `static` along each dim and `value` to the rest; returns `static`."""
+    head = static
+    for dim, size in enumerate(tensor.shape):
+        if size < static.shape[dim]:
+            head.narrow(dim, size, static.shape[dim] - size).fill_(value)
+            head = head.narrow(dim, 0, size)
+    head.copy_(tensor)
+    return static

@@ -1,0 +1,163 @@
+"""A forward that was captured for one bucket: what has to be known before, and what is replayed afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch._ops import OpOverload
+
+from ..errors import CaptureError
+from .addresses import Addresses
+from .bindings import Bindings
+from .buffers import Buffers
+from .device import Segment
+from .layouts import CallLayout, TensorLayout
+from .program import Hook, SizesByName, TensorsByName
+from .split_calls import Slot, SplitCall, Stages, memory_address, results_of, tensor_arguments
+
+
+class Forward(Protocol):
+    """What can be captured: a program, or the eager forward."""
+
+    @property
+    def bindings(self) -> Bindings:
+        """The model's tensors that it uses."""
+
+    def flat(
+        self, tensors: TensorsByName, sizes: SizesByName, hook: Hook | None = None
+    ) -> tuple[Sequence[Any], Any]: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What is captured: a forward at one size, on inputs at fixed addresses. The step's context is set around it."""
+
+    forward: Forward
+    tensors: TensorsByName
+    sizes: SizesByName
+    bucket: int
+    buffers: Buffers
+    owned: frozenset[int] = frozenset()
+    """Addresses of the memory of the context's tensors that have an owner."""
+    moving: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    """Addresses of the memory of tensors that are another step's next time, and what they are."""
+
+    @property
+    def stages(self) -> Stages:
+        """The buffers of the split ops."""
+        return Stages(self.buffers, self.bucket)
+
+    def owned_addresses(self) -> set[int]:
+        """Addresses of memory that outlives a replay: of the inputs, the context and the model."""
+        tensors = [*self.tensors.values(), *self.forward.bindings.model_tensors()]
+        return {memory_address(tensor) for tensor in tensors} | self.owned
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Observed:
+    """What the run before a capture showed. Enough to capture again later without another run."""
+
+    calls: dict[str, CallLayout] = dataclasses.field(default_factory=dict)
+    """Name of a node in the root graph -> the outputs of its piece or split op."""
+    lone: set[str] = dataclasses.field(default_factory=set)
+    """Names of the nodes that returned one tensor and no list of them."""
+    structure: Any = None
+    """See `Program.flat`."""
+
+    def note(self, name: str, arguments: Sequence[Any], returned: Any) -> None:
+        """Notes a call that was made."""
+        self.calls[name] = CallLayout.observe(arguments, results_of(returned))
+        if isinstance(returned, torch.Tensor):
+            self.lone.add(name)
+
+
+def reserve_outputs(work: Work, outputs: Sequence[Any]) -> None:
+    """Makes the buffers that outputs like these are copied to."""
+    for i, output in enumerate(outputs):
+        if isinstance(output, torch.Tensor):
+            work.buffers.tensor(("output", i), TensorLayout.of(output).dense(), work.bucket)
+
+
+def reserve_arguments(
+    work: Work,
+    op: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    is_scratch: Callable[[torch.Tensor], bool],
+) -> None:
+    """Makes the buffers for those arguments of a split op that are scratch."""
+    for slot, tensor in tensor_arguments(op, args, kwargs):
+        if is_scratch(tensor):
+            work.stages.reserve(slot, tensor)
+
+
+def reserve_results(work: Work, op: OpOverload, returned: Any) -> None:
+    """Makes the buffers for the results of a split op."""
+    for i, result in enumerate(results_of(returned)):
+        if isinstance(result, torch.Tensor):
+            work.stages.reserve(Slot(op._schema.name, "result", i), result)
+
+
+def store_outputs(work: Work, outputs: Sequence[Any]) -> list[Any]:
+    """Inside a segment: copies the outputs to their buffers. The model's own tensors stay what they are.
+
+    Raises:
+        CaptureError: an output is not like in the first run.
+    """
+    own = {id(tensor) for tensor in work.forward.bindings.model_tensors()}
+    stored: list[Any] = []
+    for i, output in enumerate(outputs):
+        if not isinstance(output, torch.Tensor) or id(output) in own:
+            stored.append(output)
+            continue
+        buffer = work.buffers.find(("output", i), TensorLayout.of(output).dense())
+        if buffer is None:
+            raise CaptureError(
+                f"output {i}: expected a tensor like in the first run, got {list(output.shape)} of {output.dtype}; the "
+                f"forward must return the same each time at one size, or use backend disabled"
+            )
+        stored.append(buffer.copy_(output))
+    return stored
+
+
+class Capture:
+    """A captured forward. Replays of one pool never overlap; see Note [Who owns captured memory] in device.py."""
+
+    def __init__(self, steps: Sequence[Segment | SplitCall], outputs: Sequence[Any]) -> None:
+        self.steps = tuple(steps)
+        self.outputs = tuple(outputs)
+        """Flat, at fixed addresses; overwritten by the next replay of any capture with the same buffers."""
+        self.addresses: Addresses | None = None
+        """What it holds by address, once that is known."""
+        self._calls: tuple[Callable[[], None], ...] = tuple(
+            step if isinstance(step, SplitCall) else step.replay for step in steps
+        )
+
+    @property
+    def num_segments(self) -> int:
+        """How many segments a replay launches."""
+        return sum(not isinstance(step, SplitCall) for step in self.steps)
+
+    @property
+    def num_split_calls(self) -> int:
+        """How many calls of split ops lie between them."""
+        return len(self.steps) - self.num_segments
+
+    def replay(self) -> None:
+        """Runs the forward on what the static inputs hold, with the caller's step context.
+
+        Raises:
+            CaptureError: a split op returned something of another layout than at the capture.
+        """
+        for call in self._calls:
+            call()
+
+    def release(self) -> None:
+        """Lets go of everything."""
+        for step in self.steps:
+            if not isinstance(step, SplitCall):
+                step.release()
+        self.steps = self.outputs = self._calls = ()

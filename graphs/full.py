@@ -1,0 +1,64 @@
+"""Backend `full`: the whole forward as one segment, split ops included."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..errors import CaptureError
+from ..ops import registry
+from ..ops.capturing import capture_refusal, capturing_whole
+from .capture import Observed, Work, reserve_outputs, store_outputs
+from .device import Segment, Session
+from .split_calls import SplitCall
+
+
+def observe(work: Work) -> tuple[Sequence[Any], Observed]:
+    """Runs the forward once, uncaptured; returns its flat outputs and what a capture needs to know."""
+    observed = Observed()
+
+    def hook(name: str, call: Any, arguments: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        returned = call(*arguments, **kwargs)
+        if registry.match(call) is None:
+            observed.note(name, arguments, returned)
+        return returned
+
+    outputs, observed.structure = work.forward.flat(work.tensors, work.sizes, hook)
+    reserve_outputs(work, outputs)
+    return outputs, observed
+
+
+def capture(session: Session, work: Work, observed: Observed) -> tuple[list[Segment | SplitCall], list[Any]]:
+    """Captures the forward. Raises: CaptureError; whatever the forward raises."""
+
+    def hook(name: str, call: Any, arguments: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        op = registry.match(call)
+        if op is not None:
+            return call(*arguments, **kwargs)
+        return session.call(call, arguments, observed.calls[name])
+
+    refusing = contextlib.nullcontext() if session.runs_bodies else _RefuseSplitOps()
+    session.begin()
+    with capturing_whole(), refusing:
+        outputs, _ = work.forward.flat(work.tensors, work.sizes, hook)
+    outputs = store_outputs(work, outputs)
+    return [session.end()], outputs
+
+
+class _RefuseSplitOps(TorchDispatchMode):
+    """Asks each split op whether it can be captured, where its body, which asks too, does not run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in registry.REGISTRY.ops and (reason := capture_refusal(func, args, kwargs)) is not None:
+            raise CaptureError(reason, op=func._schema.name)
+        return func(*args, **kwargs)

@@ -1,0 +1,278 @@
+"""Backend `tc_piecewise`: the compiled pieces of a program as segments, its split ops between them at each replay.
+
+A capture walks the stitched graph: pieces are recorded, split ops are not called, glue (views and size arithmetic) is
+done once, on the tensors of the capture.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import Graph, Node
+
+from ..ops import registry
+from .capture import Observed, Work, reserve_arguments, reserve_outputs, reserve_results, store_outputs
+from .device import Segment, Session
+from .layouts import TensorLayout
+from .memory import memories_of
+from .program import Program
+from .split_calls import Slot, SplitCall, map_arguments, memory_address, tensor_arguments, written_addresses
+
+
+def observe(work: Work) -> tuple[Sequence[Any], Observed]:
+    """Runs the program once, uncaptured; returns its flat outputs and what a capture needs to know."""
+    observed = Observed()
+    owned = work.owned_addresses()
+
+    def hook(name: str, call: Any, arguments: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        op = registry.match(call)
+        if op is not None:
+            reserve_arguments(work, op, arguments, kwargs, lambda tensor: memory_address(tensor) not in owned)
+        returned = call(*arguments, **kwargs)
+        if op is not None:
+            reserve_results(work, op, returned)
+        observed.note(name, arguments, returned)
+        return returned
+
+    outputs, observed.structure = work.forward.flat(work.tensors, work.sizes, hook)
+    reserve_outputs(work, outputs)
+    return outputs, observed
+
+
+def capture(session: Session, work: Work, observed: Observed) -> tuple[list[Segment | SplitCall], list[Any]]:
+    """Captures the program's pieces. Raises: CaptureError; whatever a piece raises."""
+    assert isinstance(work.forward, Program)
+    return _Walk(session, work, observed, work.forward).run()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Plan:
+    """When values of a stitched graph are used."""
+
+    done_at: Mapping[Node, Sequence[Node]]
+    """Node -> the values that nobody uses after it."""
+    last_use: Mapping[int, int]
+    """Memory, as `memories_of` numbers it -> the index of the last node that takes a value in it."""
+    next_call: Mapping[Node, float]
+    """Split op -> the index of the operator's next call."""
+    followers: Mapping[Node, Sequence[tuple[Node, OpOverload]]]
+    """Split op -> the split ops that come before the next piece."""
+
+    @classmethod
+    def of(cls, root: Graph) -> _Plan:
+        last_user: dict[Node, Node] = {}
+        last_use: dict[int, int] = {}
+        next_call: dict[Node, float] = {}
+        followers: dict[Node, Sequence[tuple[Node, OpOverload]]] = {}
+        coming: dict[OpOverload, int] = {}
+        run: list[tuple[Node, OpOverload]] = []
+        nodes = list(root.nodes)
+        for index, node in reversed(list(enumerate(nodes))):
+            for argument in node.all_input_nodes:
+                last_user.setdefault(argument, node)
+                for memory in memories_of(argument):
+                    last_use.setdefault(memory, index)
+            op = registry.match(node.target)
+            if node.op == "call_module":
+                run = []
+            elif op is not None:
+                next_call[node] = coming.get(op, float("inf"))
+                coming[op] = index
+                followers[node] = run
+                run = [(node, op), *run]
+        done_at: dict[Node, list[Node]] = {}
+        for value, user in last_user.items():
+            done_at.setdefault(user, []).append(value)
+        return cls(done_at=done_at, last_use=last_use, next_call=next_call, followers=followers)
+
+    def outlives(self, value: Node, call: Node) -> bool:
+        """Whether something in the memory of `value` is in use when the operator of `call` is called again."""
+        return any(self.last_use.get(memory, -1) >= self.next_call[call] for memory in memories_of(value))
+
+
+class _Walk:
+    """One walk over the stitched graph."""
+
+    def __init__(self, session: Session, work: Work, observed: Observed, program: Program) -> None:
+        self._session = session
+        self._work = work
+        self._observed = observed
+        self._program = program
+        self._root = program.graph.split.root
+        self._plan = _Plan.of(self._root)
+        self._owned = work.owned_addresses()
+        self._values: dict[Node, Any] = {}
+        self._steps: list[Segment | SplitCall] = []
+        self._is_open = False
+        self._staged: dict[tuple[Node, Slot], torch.Tensor] = {}
+        """Arguments of split ops that are in their buffers already."""
+        self._to_restore: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """(captured tensor, buffer that a split op wrote for it), to be copied when the next segment starts."""
+        self._blank: set[int] = set()
+        """Addresses of captured memory that nothing was written to."""
+
+    def run(self) -> tuple[list[Segment | SplitCall], list[Any]]:
+        arguments = iter(self._program.bindings.arguments(self._work.tensors, self._work.sizes))
+        outputs: list[Any] = []
+        for node in self._root.nodes:
+            if node.op == "placeholder":
+                self._values[node] = next(arguments)
+            elif node.op == "call_module":
+                self._values[node] = self._piece(node)
+            elif node.op == "output":
+                self._open()
+                (leaves,) = node.args
+                outputs = store_outputs(self._work, torch.fx.map_arg(leaves, self._values.__getitem__))
+                self._close()
+            elif (op := registry.match(node.target)) is not None:
+                self._values[node] = self._split_call(node, op)
+            else:
+                self._values[node] = self._glue(node)
+            for done in self._plan.done_at.get(node, ()):
+                del self._values[done]  # the capture may have its memory again
+        return self._steps, outputs
+
+    def _arguments(self, node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self._values.__getitem__)
+        return args, kwargs
+
+    def _open(self) -> None:
+        if self._is_open:
+            return
+        self._session.begin()
+        self._is_open = True
+        for tensor, buffer in self._to_restore:
+            tensor.copy_(buffer)
+        self._to_restore.clear()
+
+    def _close(self) -> None:
+        if self._is_open:
+            self._steps.append(self._session.end())
+            self._is_open = False
+
+    def _piece(self, node: Node) -> Sequence[Any]:
+        self._open()
+        arguments, _ = self._arguments(node)
+        self._blank -= {memory_address(a) for a in arguments if isinstance(a, torch.Tensor)}
+        name = str(node.target)
+        outputs = self._session.call(self._program.calls[name], arguments, self._observed.calls[node.name])
+        made = {memory_address(output): i for i, output in enumerate(outputs) if isinstance(output, torch.Tensor)}
+        self._blank -= made.keys()
+        blank = self._program.graph.blank_outputs(name)
+        self._blank |= {address for address, i in made.items() if i in blank} - self._owned
+        return outputs
+
+    def _glue(self, node: Node) -> Any:
+        args, kwargs = self._arguments(node)
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
+
+    def _split_call(self, node: Node, op: OpOverload) -> Any:
+        self._stage(node, op)
+        args, kwargs = self._arguments(node)
+        written = written_addresses(op, args, kwargs)
+        for follower, its_op in self._plan.followers[node]:
+            if all(argument in self._values for argument in follower.all_input_nodes):
+                self._stage_early(follower, its_op, written)
+                written |= written_addresses(its_op, *self._arguments(follower))
+        self._close()
+        handed: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def staged(slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
+            buffer = self._staged.get((node, slot), tensor)
+            if slot.is_written and buffer is not tensor:
+                handed.append((tensor, buffer))
+            return buffer
+
+        args, kwargs = map_arguments(op, args, kwargs, staged)
+        results = self._results(node, op)
+        self._steps.append(SplitCall(op, args, kwargs, results))
+        for tensor, buffer in handed:
+            self._hand_over(node, tensor, buffer)
+        seen = [self._lasting(node, result) for result in results]
+        if not results:
+            return None
+        return seen[0] if node.name in self._observed.lone else seen
+
+    def _stage(self, node: Node, op: OpOverload) -> None:
+        """Copies what is scratch among the arguments of a split op to its buffers.
+
+        Mostly into the open segment, which made it. Arguments that share memory which the operator writes stay what
+        they are: copies of them would be apart.
+        """
+        for slot, tensor in self._to_stage(node, op):
+            buffer = self._work.stages.find(slot, TensorLayout.of(tensor))
+            if memory_address(tensor) not in self._blank:
+                self._open()
+                buffer.copy_(tensor)
+            self._staged[node, slot] = buffer
+
+    def _stage_early(self, node: Node, op: OpOverload, written: set[int]) -> None:
+        """Does the same for a later split op that no piece precedes, but for what split ops before it write."""
+        for slot, tensor in self._to_stage(node, op):
+            if memory_address(tensor) not in written and self._is_open:
+                buffer = self._work.stages.find(slot, TensorLayout.of(tensor))
+                buffer.copy_(tensor)
+                self._staged[node, slot] = buffer
+
+    def _to_stage(self, node: Node, op: OpOverload) -> list[tuple[Slot, torch.Tensor]]:
+        args, kwargs = self._arguments(node)
+        written = written_addresses(op, args, kwargs)
+        tensors = list(tensor_arguments(op, args, kwargs))
+        addresses = [memory_address(tensor) for _, tensor in tensors]
+        return [
+            (slot, tensor)
+            for (slot, tensor), address in zip(tensors, addresses, strict=True)
+            if address
+            and address not in self._owned
+            and (node, slot) not in self._staged
+            and not (address in written and addresses.count(address) > 1)
+        ]
+
+    def _hand_over(self, node: Node, tensor: torch.Tensor, buffer: torch.Tensor) -> None:
+        """Lets what comes later see what a split op writes into the buffer that stands for `tensor`."""
+        address = memory_address(tensor)
+        self._blank.discard(address)
+        users = {key: value for key, value in self._values.items() if address in _addresses(value)}
+        same = all(isinstance(value, torch.Tensor) and _look_alike(value, buffer) for value in users.values())
+        offsets = {value.data_ptr() for value in users.values() if isinstance(value, torch.Tensor)}
+        if same and len(offsets) <= 1 and not any(self._plan.outlives(key, node) for key in users):
+            # All look at it in one way, and are done before the operator needs its buffer again.
+            self._values.update(dict.fromkeys(users, buffer))
+            self._owned.add(memory_address(buffer))
+        else:
+            self._to_restore.append((tensor, buffer))
+
+    def _results(self, node: Node, op: OpOverload) -> list[Any]:
+        """Where a split op's results go."""
+        return [
+            self._work.stages.find(Slot(op._schema.name, "result", i), output)
+            if isinstance(output, TensorLayout)
+            else output
+            for i, output in enumerate(self._observed.calls[node.name].outputs)
+        ]
+
+    def _lasting(self, node: Node, result: Any) -> Any:
+        """The result; a copy in the capture's own memory if it is in use when the operator is called again."""
+        if not isinstance(result, torch.Tensor):
+            return result
+        if not any(self._plan.outlives(value, node) for value in (node, *node.users)):
+            self._owned.add(memory_address(result))
+            return result
+        self._open()
+        return torch.empty_like(result).copy_(result)
+
+
+def _addresses(value: Any) -> set[int]:
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return {memory_address(item) for item in values if isinstance(item, torch.Tensor)}
+
+
+def _look_alike(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:
+    return tensor.shape == buffer.shape and tensor.stride() == buffer.stride() and tensor.dtype == buffer.dtype

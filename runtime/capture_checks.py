@@ -1,0 +1,104 @@
+"""What is looked at around a run that is captured: what it wrote, what it returned, and whether padding leaked."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import CaptureError, InputError
+from ..graphs.inputs import BoundInputs
+from ..graphs.outputs import OutputContract, map_leaves
+from ..graphs.trace import OutputRef
+from .programs import AnyProgram
+
+
+@contextlib.contextmanager
+def written_by(program: AnyProgram, tensors: Mapping[str, torch.Tensor]) -> Iterator[set[str]]:
+    """Fills the set with the names of the inputs that the body's run of `program` wrote.
+
+    A trace knows. Of an eager forward it shows in the values, which are compared before and after.
+    """
+    written: set[str] = set(program.written_inputs)
+    if program.kind != "eager":
+        yield written
+        return
+    before = {name: (tensor.clone(), _version(tensor)) for name, tensor in tensors.items()}
+    yield written
+    for name, tensor in tensors.items():
+        copied, version = before[name]
+        if _version(tensor) != version or not _same_bits(copied, tensor):
+            written.add(name)
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    left, right = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (left, right))
+    return bool(torch.equal(left, right))
+
+
+def check_eager_outputs(structure: Any, outputs: Sequence[Any], contract: OutputContract, padded: int) -> None:
+    """Refuses outputs of an eager forward that padding would change and nobody could tell.
+
+    Raises:
+        InputError: one is a number, or has no dim of the padded size and `output_dims` does not say None for it.
+    """
+
+    def leaf(path: str, value: Any) -> Any:
+        if isinstance(value, (int, float, complex)) and not isinstance(value, bool):
+            raise InputError(
+                f"output {path!r}: expected a tensor, since an eager forward is captured with padded rows, got the "
+                f"number {value!r}, which may be computed from them; return a tensor, or use another compiler with "
+                f"backend tc_piecewise, or backend disabled"
+            )
+        if isinstance(value, OutputRef) and not contract.leaves_alone(path) and padded > 1:
+            shape = outputs[value.index].shape
+            if padded not in shape:
+                raise InputError(
+                    f"output {path!r}: expected {padded} rows, one a token of the bucket, got shape {list(shape)}; "
+                    f'return the rows of all tokens, or say output_dims={{"{path}": None}} if padded rows do not '
+                    f"change it"
+                )
+        return value
+
+    map_leaves(structure, leaf)
+
+
+def check_no_nan(result: Any, bound: BoundInputs) -> None:
+    """The debug mode, where padded rows hold NaN: refuses outputs in which they show.
+
+    Raises:
+        CaptureError: an output has a NaN and none of the inputs.
+    """
+    if any(_has_nan(tensor) for tensor in bound.tensors.values()):
+        return
+
+    def leaf(path: str, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and _has_nan(value):
+            raise CaptureError(
+                f"output {path!r}: expected no NaN, since no input has one, got some; padded rows, which hold NaN "
+                f"under debug_captures, leak into the others (a sum or a mean over tokens, a split op that reads "
+                f"them), or the model makes NaN itself: run it with backend disabled to tell"
+            )
+        return value
+
+    map_leaves(result, leaf)
+
+
+def _has_nan(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and bool(tensor.isnan().any())
+
+
+def plain_attributes(model: torch.nn.Module) -> dict[str, Any]:
+    """The numbers, texts and None among the attributes of a model's modules, by dotted name: what captures freeze."""
+    return {
+        f"{name}.{key}" if name else key: (type(value), value)
+        for name, module in model.named_modules()
+        for key, value in module.__dict__.items()
+        if value is None or isinstance(value, (bool, int, float, str))
+    }

@@ -1,0 +1,275 @@
+"""The static copy of a step's context: what captured split ops read, at the same addresses in every step.
+
+Shapes and addresses are frozen when a forward is captured whole. So each field made with `context_field` gets a tensor
+of one shape for each bucket, at the start of a buffer that is as large as the largest bucket needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..errors import CaptureError, ConfigError, ContextError, InputError
+from ..graphs.buffers import Buffers
+from ..graphs.inputs import TOKENS, BoundInputs, InputContract
+from ..graphs.layouts import TensorLayout
+from ..ops.context import Padding, host_fields, is_dataclass_instance, padded_fields
+from .context_values import Frozen, grows_with_inputs_only, plain_values
+from .step_context import bucket_shape, declared_tensors, fill_field, with_fields
+
+_MAX_COPIES = 512
+
+Declared = Mapping[str, tuple[torch.Tensor, Padding]]
+
+AddressKey = tuple[tuple[str, int, tuple[int, ...], torch.dtype], ...]
+
+
+class ContextDoesNotFit(CaptureError):
+    """This step's context is larger than its static copy, so the step runs uncaptured."""
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        """The same text for all steps of a kind, to count them by."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Copy:
+    context: Any
+    fields: Mapping[str, torch.Tensor]
+    """Held, since their ids are the key."""
+    plain: tuple[tuple[str, Frozen], ...]
+
+
+class StaticContext:
+    """A phase's static copies of its contexts: one buffer for each field, one copy for each type, bucket and shape.
+
+    A dim in `slots` of `context_field` gets this size (and its `plus`):
+      - a name in `at_most_tokens`: the bucket, or its capacity if that is less, since no more of them can be in a step;
+      - another name with a capacity: that capacity;
+      - another name without one: the largest size seen, rounded up to a power of two. When that grows, shapes and
+        maybe addresses change in all buckets: `address_key` tells, and what was captured with the old ones is stale.
+
+    Args:
+        sizes: capacities of names in `slots`, such as `{"requests": 256, "blocks": 64}`.
+        max_num_tokens: the phase's largest bucket, for which buffers are sized.
+        at_most_tokens: names of which a step has no more than tokens.
+
+    Raises:
+        ConfigError: a capacity is no positive number, or its name is one of `dynamic_dims`.
+    """
+
+    def __init__(
+        self,
+        contract: InputContract,
+        sizes: Mapping[str, int],
+        max_num_tokens: int,
+        *,
+        at_most_tokens: frozenset[str] = frozenset({"requests"}),
+    ) -> None:
+        check_context_sizes(contract, sizes)
+        self._contract = contract
+        self._capacities = dict(sizes)
+        self._max_num_tokens = max_num_tokens
+        self._at_most_tokens = at_most_tokens
+        self._seen: dict[str, int] = {}
+        self._buffers = Buffers(max_num_tokens)
+        self._copies: dict[tuple[type, int, tuple[int, ...]], _Copy] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return self._buffers.num_bytes
+
+    def fill(self, context: object, bound: BoundInputs, bucket: int) -> object:
+        """Copies a step's context into the static buffers, then calls `plan()` of the copy if it has one.
+
+        Must not be called inside a capture.
+
+        Returns:
+            The copy: the same object with tensors at the same addresses for the same type, bucket and shapes, as long
+            as plain values are equal; overwritten by the next step. Fields made with `host_field` have their defaults,
+            or this step's values if they have none. What is no dataclass comes back as it is.
+
+        Raises:
+            ContextDoesNotFit: a size in `slots` is larger than the static one; nothing was changed.
+            InputError: the context does not fit the inputs, or its fields disagree about a size.
+            ContextError: the context's `as_static` did not return a copy with the tensors that it was given.
+        """
+        assert bound.num_tokens <= bucket
+        declared = declared_tensors(context, bound, self._contract)
+        if not is_dataclass_instance(context):
+            return context
+        self._make_room(context, declared, bucket)
+        with torch.no_grad():
+            fields = {name: self._fill(context, name, *field, bucket) for name, field in declared.items()}
+        copied = self._copy(context, fields, bucket)
+        plan = getattr(copied, "plan", None)
+        if callable(plan):
+            plan()
+        return copied
+
+    def fill_tokens_only(self, context: object, bound: BoundInputs, bucket: int) -> object:
+        """A copy of the context for steps whose split ops run uncaptured, between captured segments.
+
+        Fields whose shape follows from the inputs' sizes are static, since captured segments may read them; everything
+        else is this step's own (see `moving_tensors`). The context itself if there are no such fields.
+
+        Raises: InputError: as `fill`.
+        """
+        assert bound.num_tokens <= bucket
+        fields = {}
+        with torch.no_grad():
+            for name, (tensor, padding) in declared_tensors(context, bound, self._contract).items():
+                shape = bucket_shape(tensor, padding, bucket)
+                if grows_with_inputs_only(padding):
+                    fields[name] = self._fill(context, name, tensor, padding, bucket)
+                elif shape != tensor.shape:
+                    fields[name] = fill_field(tensor.new_empty(shape), tensor, padding)
+        return with_fields(context, fields) if fields else context
+
+    def address_key(self, copied: object, *, tokens_only: bool = False) -> AddressKey:
+        """What a capture relies on: name, address, shape and dtype of each static tensor in what `fill` returned.
+
+        Args:
+            tokens_only: the copy comes from `fill_tokens_only`.
+        """
+        return tuple(
+            (name, tensor.data_ptr(), tuple(tensor.shape), tensor.dtype)
+            for name, padding in padded_fields(copied).items()
+            if isinstance(tensor := getattr(copied, name), torch.Tensor)
+            and (not tokens_only or grows_with_inputs_only(padding))
+        )
+
+    def _make_room(self, context: object, declared: Declared, bucket: int) -> None:
+        """Checks the sizes of `slots` against the static ones; lets those without a capacity grow."""
+        sizes: dict[str, tuple[int, str]] = {}
+        for field, (tensor, padding) in declared.items():
+            for dim, name in padding.slots.items():
+                size = tensor.shape[dim] - padding.plus.get(dim, 0)
+                first, where = sizes.setdefault(name, (size, field))
+                if size != first:
+                    raise InputError(
+                        f"context {type(context).__name__}.{field}: dim {dim} is for {size} {name}, but {where} is for "
+                        f"{first}; a name has one size in a step, so correct the context or give them two names"
+                    )
+        for name, (size, _) in sizes.items():
+            room = self._room(name, bucket)
+            if room is not None and size > room:
+                raise self._does_not_fit(context, name, size, bucket)
+        for name, (size, _) in sizes.items():
+            if self._room(name, bucket) is None:
+                self._seen[name] = max(self._seen.get(name, 1), 1 << max(size - 1, 0).bit_length())
+
+    def _room(self, name: str, bucket: int) -> int | None:
+        """The static size of a name; None if that is what was seen."""
+        capacity = self._capacities.get(name)
+        if name not in self._at_most_tokens:
+            return capacity
+        return bucket if capacity is None else min(capacity, bucket)
+
+    def _does_not_fit(self, context: object, name: str, size: int, bucket: int) -> ContextDoesNotFit:
+        where = f"context {type(context).__name__}"
+        capacity = self._capacities.get(name)
+        if capacity is not None and size > capacity:
+            return ContextDoesNotFit(
+                f'{where}: context_sizes["{name}"] is {capacity}, got a step with {size}; pass a larger number to '
+                f"Runtime, or the step runs uncaptured",
+                reason=f"the step has more {name} than context_sizes",
+            )
+        return ContextDoesNotFit(
+            f"{where}: expected at most as many {name} as tokens, got {size} in the bucket of {bucket} tokens; leave "
+            f"out those without tokens, or the step runs uncaptured",
+            reason=f"the step has more {name} than its bucket has tokens",
+        )
+
+    def _fill(self, context: object, name: str, tensor: torch.Tensor, padding: Padding, bucket: int) -> torch.Tensor:
+        key = (type(context), name)
+        layout = _layout(tensor, self._shape(tensor, padding, bucket))
+        static = self._buffers.find(key, layout)
+        if static is None:
+            largest = max(bucket, self._max_num_tokens)
+            # Sizes the buffer.
+            self._buffers.tensor(key, _layout(tensor, self._shape(tensor, padding, largest)), largest)
+            static = self._buffers.tensor(key, layout, bucket)
+            self._forget_moved()
+        return fill_field(static, tensor, padding)
+
+    def _forget_moved(self) -> None:
+        """Lets go of the copies whose buffers were replaced by larger ones."""
+        self._copies = {
+            key: copied
+            for key, copied in self._copies.items()
+            if all(
+                self._buffers.find((key[0], name), TensorLayout.of(tensor)) is tensor
+                for name, tensor in copied.fields.items()
+            )
+        }
+
+    def _shape(self, tensor: torch.Tensor, padding: Padding, bucket: int) -> tuple[int, ...]:
+        shape = list(bucket_shape(tensor, padding, bucket))
+        for dim, name in padding.slots.items():
+            room = self._room(name, bucket)
+            shape[dim] = (self._seen[name] if room is None else room) + padding.plus.get(dim, 0)
+        return tuple(shape)
+
+    def _copy(self, context: Any, fields: Mapping[str, torch.Tensor], bucket: int) -> Any:
+        key = (type(context), bucket, tuple(map(id, fields.values())))
+        plain = plain_values(context)
+        known = self._copies.get(key)
+        if known is None or known.plain != plain:
+            self._copies.pop(key, None)
+            if len(self._copies) >= _MAX_COPIES:
+                del self._copies[next(iter(self._copies))]
+            known = _Copy(context=_static_copy(context, fields), fields=fields, plain=plain)
+            self._copies[key] = known
+        for field in host_fields(context):
+            if not _has_default(field) and type(known.context) is type(context):
+                object.__setattr__(known.context, field.name, getattr(context, field.name))
+        return known.context
+
+
+def check_context_sizes(contract: InputContract, sizes: Mapping[str, int]) -> None:
+    """Raises ConfigError when a capacity is no positive number, or its name is that of an input's dim."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(f"context_sizes[{name!r}]: expected a number of 1 or more, got {size!r}; correct it")
+        if name in contract.dim_names:
+            at_bucket = ", whose buckets are in the config" if name == TOKENS else ""
+            raise ConfigError(
+                f"context_sizes[{name!r}]: expected a name that only contexts have, got one of dynamic_dims"
+                f"{at_bucket}; leave it out"
+            )
+
+
+def _layout(tensor: torch.Tensor, shape: tuple[int, ...]) -> TensorLayout:
+    return TensorLayout.contiguous(shape, tensor.dtype, tensor.device)
+
+
+def _static_copy(context: Any, fields: Mapping[str, torch.Tensor]) -> Any:
+    as_static = getattr(context, "as_static", None)
+    if as_static is None:
+        defaults = {f.name: _default(f) for f in host_fields(context) if _has_default(f)}
+        return with_fields(context, {**defaults, **fields})
+    copied = as_static(fields)
+    wrong = [name for name, tensor in fields.items() if getattr(copied, name, None) is not tensor]
+    if copied is context or wrong:
+        raise ContextError(
+            f"{type(context).__name__}.as_static: expected a copy with the tensors that it was given, got "
+            f"{f'other ones in {wrong[0]}' if copied is not context else 'the context itself'}; return "
+            f"a copy.copy(self) whose fields are set with object.__setattr__"
+        )
+    return copied
+
+
+def _has_default(field: dataclasses.Field[Any]) -> bool:
+    return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
