@@ -18,10 +18,12 @@ _BY_TENSOR = "use a tensor operation instead (torch.where, masked_fill_), or mov
 _DYNAMIC = "its output's shape depends on the data; use an operator whose shape is known (torch.where, nonzero_static)"
 _READS = f"it reads the data on the host, which a GPU would have to wait for; {_BY_TENSOR}"
 
+_SPLIT = "it reads the indices on the host; pass them as a tuple of ints"
+
 # Operators that read data on the host without a tag that says so.
 _UNTAGGED = {
     aten._linalg_check_errors.default: "it reads an error code on the host; use the operator's _ex form",
-    aten.tensor_split.tensor_indices_or_sections: "it reads the indices on the host; pass them as a tuple of ints",
+    aten.tensor_split.tensor_indices_or_sections: _SPLIT,
 }
 _INDEXING = {
     aten.index.Tensor,
@@ -99,6 +101,10 @@ def refused_function(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         if any(isinstance(value, str) and value.split(":")[0] == "cpu" for value in (*args[1:], kwargs.get("device"))):
             return 'Tensor.to("cpu")', _READS
         return None
+    if func in (torch.tensor_split, _T.tensor_split):
+        # Outside of inference mode it is taken apart above any dispatch mode.
+        indices = [*args[1:2], kwargs.get("tensor_indices_or_sections")]
+        return ("torch.tensor_split", _SPLIT) if any(isinstance(value, _T) for value in indices) else None
     name = _FROM_DATA.get(func)
     if name is None or (func is not _T.new_tensor and kwargs.get("device") is None):
         return None

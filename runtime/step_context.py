@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
@@ -84,19 +84,14 @@ def fill_field(target: torch.Tensor, tensor: torch.Tensor, padding: Padding) -> 
     """Writes a field's tensor to the start of `target` along each dim, and the tail as declared; returns `target`."""
     if padding.value != "last" or 0 in tensor.shape:
         return fill_padded(target, tensor, 0 if padding.value == "last" else padding.value)
-    _corner(target, tensor.shape).copy_(tensor)
-    for dim in reversed(range(tensor.dim())):
-        size, room = tensor.shape[dim], target.shape[dim]
+    corner = target
+    for dim, size in enumerate(tensor.shape):
+        corner = corner.narrow(dim, 0, size)
+    corner.copy_(tensor)
+    for dim, (size, room) in enumerate(zip(tensor.shape, target.shape, strict=True)):
         if size < room:
-            # Later dims are whole by now; of earlier ones, only the rows that have a last element.
-            rows = _corner(target, tensor.shape[:dim])
-            rows.narrow(dim, size, room - size).copy_(rows.narrow(dim, size - 1, 1))
-    return target
-
-
-def _corner(target: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    for dim, size in enumerate(shape):
-        target = target.narrow(dim, 0, size)
+            # What lies in the tails of later dims is repeated undefined; those dims overwrite it in their turn.
+            target.narrow(dim, size, room - size).copy_(target.narrow(dim, size - 1, 1))
     return target
 
 

@@ -11,7 +11,6 @@ from typing import TypeVar
 import torch
 
 from ...errors import InputError, RuntimeClosedError
-from ...ops.attention import AttentionContext
 from ...phases import GraphConfig, resolve
 from ..runtime import Runtime
 from .arguments import (
@@ -140,10 +139,6 @@ class LLMEngine:
                 config,
                 dynamic_dims={"input_ids": {0: "tokens"}, "positions": {0: "tokens"}},
                 example_inputs={"input_ids": example, "positions": example.clone()},
-                context_sizes={"requests": self.max_num_seqs, "blocks": -(-self.max_model_len // block_size)},
-                example_context=AttentionContext.build(
-                    query_lens=(), seq_lens=(), block_tables=(), block_size=block_size, device=self.device
-                ),
             )
 
     def add_request(

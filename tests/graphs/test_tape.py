@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from piecework.errors import CaptureError
 from piecework.graphs.device import Segment
 from piecework.graphs.layouts import CallLayout, TensorLayout
-from piecework.graphs.tape import TapeDevice, TapePool
+from piecework.graphs.tape import TapeDevice
+from piecework.graphs.tape_pool import TapePool
 
 DEVICE = TapeDevice()
 AMBIENTS = {"inference": torch.inference_mode, "no_grad": torch.no_grad, "grad": torch.enable_grad}
@@ -72,8 +73,9 @@ class Model(torch.nn.Module):
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         angles = positions[:, None] * torch.pow(100.0, -torch.arange(0, 4) / 4.0)
-        cos, sin = torch.cat([angles, angles], -1).cos(), torch.cat([angles, angles], -1).sin()
         x = self.embed(ids)
+        angles = torch.cat([angles, angles], -1)
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         for layer in self.layers:
             x = layer(x, cos, sin)
         return F.linear(x, self.embed.weight)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from piecework.errors import CaptureError, ContextError, RegistrationError
+from piecework.ops import registry
 from piecework.ops.capturing import capture_refusal, capturing_whole, is_capturing_whole
 from piecework.ops.context import get_context
 from piecework.ops.split_op import split_op
@@ -106,8 +107,10 @@ def test_operators_of_others():
 
 
 def test_a_redefinition_counts():
-    define()
+    registry.record_matches({define(): 3})
     op = define(capturable=True)
+    assert registry.REGISTRY.capturable.keys() == registry.REGISTRY.ops.keys()
+    assert not registry.REGISTRY.matched
     assert capture_refusal(op, (), {}) is None
     with capturing_whole():
         assert runs(op)

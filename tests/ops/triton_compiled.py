@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -47,7 +46,7 @@ class Hopper:
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
+def compiled(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
     """(kernel, hash of what was compiled for it) of each call: launches only compile."""
     found: set[tuple[str, str]] = set()
     run = JITFunction.run
@@ -61,9 +60,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
     monkeypatch.setattr(JITFunction, "run", warm_up)
     for module in (kv_store, paged_attention):
         monkeypatch.setattr(module, "launch_on", lambda kernel, tensor: contextlib.nullcontext())
-    driver.set_active(Hopper())
-    yield found
-    driver.reset_active()
+    driver.set_active(Hopper())  # for the rest of this process: there may be no driver to go back to
+    return found
 
 
 def call(batch: Batch, dtype: torch.dtype, **static: int) -> None:
@@ -84,8 +82,16 @@ def test_steps_of_every_size_share_one_kernel(compiled: set[tuple[str, str]]) ->
     assert sorted(name for name, _ in compiled) == ["_attend", "_store"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("heads", "head_size"), [((8, 8), 64), ((5, 1), 80), ((64, 2), 256), ((1, 1), 512)])
+@pytest.mark.parametrize(
+    ("dtype", "heads", "head_size"),
+    [
+        (torch.float32, (8, 8), 64),
+        (torch.float16, (8, 8), 64),
+        (torch.bfloat16, (5, 1), 80),
+        (torch.float32, (64, 2), 256),
+        (torch.bfloat16, (1, 1), 512),
+    ],
+)
 def test_every_shape_compiles(
     dtype: torch.dtype, heads: tuple[int, int], head_size: int, compiled: set[tuple[str, str]]
 ) -> None:

@@ -123,7 +123,7 @@ def test_the_same_object_at_the_same_addresses_for_each_bucket():
     assert static.num_bytes == num_bytes == 16 * 8 + 5 * 4 + 4 * 4 * 4
 
 
-@pytest.mark.parametrize("order", [(1, 2, 16), (16, 1, 2)])
+@pytest.mark.parametrize("order", [(1, 2, 16), (2, 16, 1), (16, 1, 2)])
 def test_buffers_have_the_size_of_the_largest_bucket_from_the_start(order):
     static = make(blocks=4)
     addresses = {bucket: static.address_key(fill(static, step([1]), bucket)) for bucket in order}
@@ -146,9 +146,10 @@ def test_growth_changes_the_address_key_and_old_copies_are_let_go():
 
 def test_the_number_of_copies_is_bounded():
     static = make(requests=1, blocks=1)
-    for size in range(600):
-        fill(static, step([1], num_blocks=1, optional=torch.zeros(size % 550)), 1)
-    assert len(static._copies) <= 512
+    for size in reversed(range(520)):
+        copied = fill(static, step([1], num_blocks=1, optional=torch.zeros(size)), 1)
+    assert len(static._copies) == 512
+    assert fill(static, step([1], num_blocks=1, optional=torch.zeros(0)), 1) is copied, "the oldest went"
 
 
 def test_buffers_are_no_inference_tensors_and_can_be_written_in_any_mode():
