@@ -28,6 +28,7 @@ _EXPORTS = {
     "PackedContext": ".ops.packed_attention",
     "context_field": ".ops.context",
     "get_context": ".ops.context",
+    "host_field": ".ops.context",
     "use_context": ".ops.context",
     "split_op": ".ops.split_op",
     "split_ops": ".ops.registry",
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
     from .graphs.portable import PortableProgram as PortableProgram
     from .ops.context import context_field as context_field
     from .ops.context import get_context as get_context
+    from .ops.context import host_field as host_field
     from .ops.context import use_context as use_context
     from .ops.fused import fused_op as fused_op
     from .ops.fused import fused_ops as fused_ops

@@ -14,23 +14,35 @@ from .inputs import TOKENS, BoundInputs, InputContract, check_pad
 from .layouts import TensorLayout
 
 
-class Buffers:
-    """Named buffers of one phase."""
+_MAX_TENSORS = 8192
+"""Kept by a phase's buffers; far more than its buckets have."""
 
-    def __init__(self, max_num_tokens: int) -> None:
+
+class Buffers:
+    """Named buffers of one phase.
+
+    Args:
+        max_num_tokens: the phase's largest bucket.
+        keeps_replaced: whether tensors that were made over a buffer stay when it is replaced by a larger one.
+    """
+
+    def __init__(self, max_num_tokens: int, *, keeps_replaced: bool = True) -> None:
         self._max_num_tokens = max_num_tokens
+        self._keeps_replaced = keeps_replaced
         self._memories: dict[tuple[Hashable, torch.device], torch.UntypedStorage] = {}
+        self._replaced_bytes = 0
         self._tensors: dict[tuple[Hashable, TensorLayout], torch.Tensor] = {}
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(memory.nbytes() for memory in self._memories.values())
+        """Bytes of all buffers, also of replaced ones that are kept."""
+        return sum(memory.nbytes() for memory in self._memories.values()) + self._replaced_bytes
 
     def tensor(self, name: Hashable, layout: TensorLayout, bucket: int) -> torch.Tensor:
         """The tensor of this layout at the start of the buffer `name`; the same object for the same arguments.
 
-        A buffer that turns out too small is replaced: captures that were made with the old one hold that.
+        A buffer that turns out too small is replaced by one of at least twice its size. What was made over the old one
+        is returned as before, unless `keeps_replaced` is False: a capture reads its inputs where they were.
 
         Args:
             layout: dense, see `TensorLayout.dense`.
@@ -41,11 +53,17 @@ class Buffers:
             return known
         memory = self._memories.get((name, layout.device))
         if memory is None or memory.nbytes() < layout.num_bytes:
-            memory = _allocate(self._largest(layout, bucket), layout.device)
+            replaced_bytes = memory.nbytes() if memory is not None else 0
+            memory = _allocate(max(self._largest(layout, bucket), 2 * replaced_bytes), layout.device)
             self._memories[name, layout.device] = memory
-            self._tensors = {key: tensor for key, tensor in self._tensors.items() if key[0] != name}
+            if self._keeps_replaced:
+                self._replaced_bytes += replaced_bytes
+            else:
+                self._tensors = {key: tensor for key, tensor in self._tensors.items() if key[0] != name}
         with torch.inference_mode(False):
             tensor = layout.over(memory)
+        if len(self._tensors) >= _MAX_TENSORS:
+            del self._tensors[next(iter(self._tensors))]
         self._tensors[name, layout] = tensor
         return tensor
 

@@ -9,9 +9,8 @@ from typing import Any
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..errors import CaptureError
 from ..ops import registry
-from ..ops.capturing import capture_refusal, capturing_whole
+from ..ops.capturing import capturing_whole, refuse_uncapturable
 from .capture import Observed, Work, reserve_outputs, store_outputs
 from .device import Segment, Session
 from .split_calls import SplitCall
@@ -38,10 +37,13 @@ def capture(session: Session, work: Work, observed: Observed) -> tuple[list[Segm
     def hook(name: str, call: Any, arguments: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         op = registry.match(call)
         if op is not None:
+            refuse_uncapturable(op, arguments, kwargs)
             return call(*arguments, **kwargs)
         return session.call(call, arguments, observed.calls[name])
 
-    refusing = contextlib.nullcontext() if session.runs_bodies else _RefuseSplitOps()
+    # Bodies of our own refuse by themselves, where they run; a mode costs time, and hides compiled callables.
+    asked = session.runs_bodies and registry.REGISTRY.bodies.keys() >= {o.name for o in registry.REGISTRY.ops.values()}
+    refusing = contextlib.nullcontext() if asked else _RefuseSplitOps()
     session.begin()
     with capturing_whole(), refusing:
         outputs, _ = work.forward.flat(work.tensors, work.sizes, hook)
@@ -59,6 +61,5 @@ class _RefuseSplitOps(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in registry.REGISTRY.ops and (reason := capture_refusal(func, args, kwargs)) is not None:
-            raise CaptureError(reason, op=func._schema.name)
+        refuse_uncapturable(func, args, kwargs)
         return func(*args, **kwargs)

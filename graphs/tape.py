@@ -13,6 +13,8 @@ What only CUDA can catch:
   tensor, or a result that is used after the next replay has overwritten it, does no harm here.
 - Lazy initialisation and allocation in a library (cuBLAS, NCCL), copies from memory that is not pinned, and tensors of
   the CPU among those of the GPU: `x.to(device)` does nothing on a tape.
+- `torch.cuda.is_current_stream_capturing()` is False: a model that asks, such as those of transformers, which then
+  leave out checks of their masks, must be given what spares it the question (a mask, positions).
 - `torch.compile`: while a segment is open, a compiled function that is called by the model runs uncompiled and is
   recorded as operators; older torch also runs the first call of another thread's uncompiled.
 - A data pointer that is read by the model, and what a C++ operator does behind the dispatcher.

@@ -130,11 +130,12 @@ class TapeMode(TorchDispatchMode):
             if _share_memory(tensors_of(views), (args, kwargs)):
                 return views
         fakes = self._fakes.call(func, args, kwargs)
+        if kind is Kind.ALLOCATE:
+            return self._fresh(fakes.returned)
         self._fit_out(func, kwargs, fakes.kwargs)
         outputs, filled = self._outputs(func, args, kwargs, fakes.returned)
-        if kind is not Kind.ALLOCATE:
-            own_args, own_kwargs = map_tensors(self.recording.alias, (tuple(args), kwargs))
-            self.recording.steps.append(OpStep(op=func, args=own_args, kwargs=own_kwargs, outputs=filled))
+        own_args, own_kwargs = map_tensors(self.recording.alias, (tuple(args), kwargs))
+        self.recording.steps.append(OpStep(op=func, args=own_args, kwargs=own_kwargs, outputs=filled))
         return outputs
 
     def _fit_out(self, func: OpOverload, kwargs: Mapping[str, Any], fakes: Mapping[str, Any]) -> None:

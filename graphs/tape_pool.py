@@ -38,7 +38,7 @@ class Block:
     @property
     def is_live(self) -> bool:
         """Whether anything but the tape holds it."""
-        num_references: int = torch._C._storage_Use_Count(self.memory.cdata)
+        num_references: int = torch._C._storage_Use_Count(self.memory.cdata)  # 0 if it is gone
         return num_references > self.num_own
 
 
@@ -49,6 +49,7 @@ class TapePool:
         self.num_captures = 0
         """Segments that are recorded or being recorded, and not released."""
         self._blocks: dict[int, Block] = {}
+        """Those that were live when last looked at."""
         self._peak_bytes = 0
 
     @property
@@ -76,7 +77,7 @@ class TapePool:
         return tensor.untyped_storage()
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
-        """The block that a tensor lies in, if it was allocated here."""
+        """The block that a tensor of the model lies in, if it was allocated here."""
         return self._blocks.get(tensor.untyped_storage()._cdata)
 
     def measure(self) -> None:
@@ -110,9 +111,9 @@ class TapePool:
             self.measure()
 
     def _live_bytes(self) -> int:
-        for key in [key for key, block in self._blocks.items() if block.memory.expired()]:
-            del self._blocks[key]
-        return sum(block.num_bytes for block in self._blocks.values() if block.is_live)
+        # What only the tape holds is never handed out again, so it is looked at for the last time.
+        self._blocks = {key: block for key, block in self._blocks.items() if block.is_live}
+        return sum(block.num_bytes for block in self._blocks.values())
 
 
 def poison(tensor: torch.Tensor) -> None:

@@ -126,18 +126,22 @@ def _reject_torch_static(spec: AttentionSpec) -> str | None:
     return _reject_dtypes(spec, _TORCH_DTYPES)
 
 
-def _loader(module: str) -> Callable[[], AttentionForward]:
-    return lambda: cast(AttentionForward, importlib.import_module(module, __name__).paged_attention)
+def _load_triton() -> AttentionForward:
+    return cast(AttentionForward, importlib.import_module("..triton.paged_attention", __name__).paged_attention)
 
 
-_load_triton = _loader("..triton.paged_attention")
-_load_torch_native = _loader("..torch_native")
-_load_torch_static = _loader("..torch_static")
+def _load_torch_native() -> AttentionForward:
+    return cast(AttentionForward, importlib.import_module("..torch_native", __name__).paged_attention)
+
+
+def _load_torch_static() -> AttentionForward:
+    return cast(AttentionForward, importlib.import_module("..torch_static", __name__).paged_attention)
+
 
 IMPLEMENTATIONS: tuple[AttentionImplementation, ...] = (
     AttentionImplementation(
         name="triton",
-        why="one kernel a step, which reads every length on the device",
+        why="two kernels, which read every length on the device",
         reject=_reject_triton,
         load=_load_triton,
         captures=True,

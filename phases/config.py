@@ -173,8 +173,8 @@ class GraphConfig:
     cuda_graph_memory_budget: int | None = field(
         default=None,
         metadata=_doc(
-            "the most bytes that captures hold of the device, such as 512MiB or 1.5GB; beyond it the least useful "
-            "capture is dropped; if unset, no limit",
+            "the most bytes that the pool of the captures holds of the device, such as 512MiB or 1.5GB; beyond it the "
+            "least useful capture is dropped; if unset, no limit",
             metavar="SIZE",
         ),
     )

@@ -76,7 +76,7 @@ class StaticContext:
         self._max_num_tokens = max_num_tokens
         self._at_most_tokens = at_most_tokens
         self._seen: dict[str, int] = {}
-        self._buffers = Buffers(max_num_tokens)
+        self._buffers = Buffers(max_num_tokens, keeps_replaced=False)  # a name's size only grows
         self._copies: dict[tuple[type, int, tuple[int, ...]], _Copy] = {}
 
     @property

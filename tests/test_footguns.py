@@ -1,57 +1,58 @@
-"""Known surprises of tracing, padding and sharing that span files: each must be right, or an error, or counted.
+"""Every known surprise of capture and replay that a user can meet, and what is done about it.
 
-The oracle is the plain forward of a copy of the model, on copies of the inputs.
+Those of tracing and padding are in test_footguns_tracing.py. On the tape; tests/gpu has what only CUDA can show.
 """
 
 from __future__ import annotations
 
-import copy
+import contextlib
+import dataclasses
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.config
-import torch.fx.experimental._config
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 import piecework as pw
 
 WIDTH = 4
-X = {"x": 0}
-BUCKETS = (1, 2, 4, 8, 16)
+EAGER = ("full", "breakable")
+ALL = ("full", "breakable", "tc_piecewise")
 
 
-@pw.split_op(mutates_args=("out",), name="piecework_footguns::twice")
-def twice(x: torch.Tensor, out: torch.Tensor) -> None:
-    """out = 2 x."""
-    out.copy_(x * 2)
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What the toys' split ops read."""
+
+    gain: torch.Tensor = pw.context_field(pad=0)
+    power: float = 1.0
 
 
-@pw.split_op(mutates_args=("cache",), name="piecework_footguns::store")
-def store(x: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    """Writes rows into the cache; a slot of -1 is none."""
-    kept = slots >= 0
-    cache[slots[kept]] = x[kept]
+class Log:
+    """What ran on the host, for bodies and forwards that have to tell."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.raises: BaseException | None = None
 
 
-@pw.split_op(mutates_args=("out",), name="piecework_footguns::attend")
-def attend(x: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> None:
-    """Reads the cache, which is an argument: that is what orders it after `store`."""
-    out.copy_(x + cache.sum(0))
+LOG = Log()
 
 
-def applied(x: torch.Tensor) -> torch.Tensor:
-    out = torch.empty_like(x)
-    twice(x, out)
-    return out
+@pw.split_op(mutates_args=("out",), name="piecework_replay::scaled", capturable=True)
+def scaled(x: torch.Tensor, out: torch.Tensor) -> None:
+    """out = x times each token's gain, to a power that only Python knows."""
+    LOG.events.append("body")
+    if LOG.raises is not None:
+        raise LOG.raises
+    step = pw.get_context(Step)
+    out.copy_(x * step.gain[:, None] ** step.power)
 
 
 class Model(nn.Module):
-    """A module whose forward is a function."""
+    """A module whose forward is a function of (module, x)."""
 
     def __init__(self, function: Callable[..., Any], **attributes: Any) -> None:
         super().__init__()
@@ -62,382 +63,393 @@ class Model(nn.Module):
             else:
                 setattr(self, name, value)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self, *args, **kwargs)
+    def forward(self, x: torch.Tensor, **more: Any) -> Any:
+        return self.function(self, x, **more)
 
 
-def x_of(num_tokens: int) -> dict[str, torch.Tensor]:
-    return {"x": torch.linspace(-1, 2, num_tokens * WIDTH).reshape(num_tokens, WIDTH)}
+def applied(x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    scaled(x, out)
+    return out
 
 
-def runtime_of(
-    model: nn.Module,
-    compiler: str = "aot_eager",
-    *,
-    dims: Any = X,
-    specialize: Any = (),
-    buckets: tuple[int, ...] = BUCKETS,
-    **options: Any,
-) -> pw.Runtime:
-    phase = pw.PhaseConfig(compiler=compiler, backend="disabled", buckets=buckets, specialize=specialize)
-    return pw.Runtime(model, pw.GraphConfig(prefill=phase, decode=phase), dynamic_dims=dims, **options)
+def runtime_of(model: nn.Module, backend: str, compiler: str = "eager", **options: Any) -> pw.Runtime:
+    given = {key: options.pop(key) for key in ("startup", "debug_captures", "max_captures") if key in options}
+    phase = pw.PhaseConfig(backend=backend, compiler=compiler, buckets=(2, 4, 8))
+    config = pw.GraphConfig(prefill=phase, decode=phase, capture_device="tape", **given)
+    options.setdefault("dynamic_dims", {"x": 0})
+    return pw.Runtime(model, config, **options)
 
 
-def assert_step_is_plain(runtime: pw.Runtime, reference: nn.Module, inputs: dict[str, Any]) -> None:
-    """One step leaves the same outputs, inputs and buffers as the plain forward of `reference`."""
-    theirs = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
-    with torch.inference_mode():
-        expected = reference(**theirs)
-    got = runtime.run("decode", inputs)
-    ours = (got, inputs, dict(runtime.model.named_buffers()))
-    plain = (expected, theirs, dict(reference.named_buffers()))
-    for left, right in zip(tree_leaves(ours), tree_leaves(plain), strict=True):
-        if isinstance(right, torch.Tensor):
-            torch.testing.assert_close(left, right, equal_nan=True)
-        else:
-            assert left == right
+def x_of(num_tokens: int = 3, seed: int = 0) -> torch.Tensor:
+    return torch.linspace(-1, 2 + seed, num_tokens * WIDTH).reshape(num_tokens, WIDTH)
 
 
-# What a model decides on a size.
-
-DECISIONS: dict[str, Callable[..., Any]] = {
-    "shape": lambda m, x: x * 2 if x.shape[0] > 5 else x * 3,
-    "size()": lambda m, x: applied(x) if x.size(0) >= 6 else x * 3,
-    "len": lambda m, x: x * 2 if len(x) > 6 else applied(x) * 3,
-    "numel": lambda m, x: x * 2 if x.numel() > 22 else x * 3,
-    "a multiple": lambda m, x: applied(x) * 2 if x.shape[0] * 4 >= 30 else x * 3,
-    "a quotient": lambda m, x: x * 2 if -(-x.shape[0] // 3) >= 3 else x * 3,
-    "a stride": lambda m, x: x * 2 if x.t().contiguous().stride(0) > 6 else x * 3,
-    "max": lambda m, x: x * 2 if max(x.shape[0], 6) > 6 else x * 3,
-    "a loop": lambda m, x: [x := x + i for i in range(2 if x.shape[0] < 7 else 4)][-1],
-    "two decisions": lambda m, x: (x * 2 if x.shape[0] > 3 else x * 3) + (1 if x.shape[0] < 11 else 2),
-    "after a split op": lambda m, x: (y := applied(x + 1)) * (2 if y.shape[0] > 5 else 3),
-    "the other way around": lambda m, x: x * 3 if x.shape[0] <= 9 else x * 2,
-}
+def gains(num_tokens: int = 3, gain: float = 2.0) -> Step:
+    return Step(torch.full((num_tokens,), gain))
 
 
-@pytest.mark.parametrize("specialize", [(), "all"])
-@pytest.mark.parametrize("kind", DECISIONS)
-def test_a_decision_is_the_steps_own_and_not_the_buckets(kind: str, specialize: Any) -> None:
-    """5 tokens run at bucket 8: where the model decides on a size between the two, padding would take the wrong way."""
-    model = Model(DECISIONS[kind])
-    runtime = runtime_of(model, specialize=specialize)
-    for num_tokens in (5, 3, 8, 6, 7, 12, 10, 16, 2, 9, 5, 11):
-        assert_step_is_plain(runtime, model, x_of(num_tokens))
-    fallbacks = runtime.counters["fallbacks"]
-    assert fallbacks["the model decides on a size between the step's and the bucket: unpadded"] > 0
-    assert runtime.counters["traces"] <= 3
+def was_replayed(runtime: pw.Runtime) -> bool:
+    return bool(runtime.counters["replays"])
 
 
-def test_a_step_within_the_buckets_interval_is_padded_still() -> None:
-    runtime = runtime_of(Model(DECISIONS["shape"]))
-    model = Model(DECISIONS["shape"])
-    for num_tokens in (6, 7, 8, 3, 4):
-        assert_step_is_plain(runtime, model, x_of(num_tokens))
-    assert not [reason for reason in runtime.counters["fallbacks"] if "unpadded" in reason]
+# The model's Python.
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda m, x: x * 2 if x.shape[0] % 2 else x * 3,
-        lambda m, x: x * 2 if x.shape[0] in (3, 5) else x * 3,
-        lambda m, x: x * m.table.get(x.shape[0], 1.0),
-        lambda m, x: x * m.listed[x.shape[0]],
-        lambda m, x: x * len(str(x.shape[0])),
-        lambda m, x: x * 2 if int(x.shape[0] ** 0.5) >= 2 else x * 3,
-    ],
-)
-def test_what_no_interval_describes_is_refused(function: Any) -> None:
-    model = Model(function, table={5: 2.0, 8: 3.0}, listed=[float(i) for i in range(20)])
-    runtime = runtime_of(model)
-    for num_tokens in (5, 6):
-        with pytest.raises(pw.TraceError, match="trace: "):
-            runtime.run("decode", x_of(num_tokens))
+@pytest.mark.parametrize("backend", EAGER)
+def test_the_models_python_runs_twice_at_first_appearance_and_never_at_a_replay(backend: str) -> None:
+    """Once for the step, once for the capture. What a forward does on the host besides, it does then only."""
+    calls: list[int] = []
+
+    def function(m: Any, x: torch.Tensor) -> torch.Tensor:
+        calls.append(x.shape[0])
+        return x * 2
+
+    runtime = runtime_of(Model(function), backend)
+    for _ in range(4):
+        torch.testing.assert_close(runtime.run("decode", {"x": x_of()}), x_of() * 2)
+    assert calls == [4, 4]
 
 
-def test_a_decision_on_one_token_is_padded_up_to_two_and_counted() -> None:
-    """torch takes 0 and 1 for constants: a backed trace shows no decision on them. The one that is only counted."""
-    runtime = runtime_of(Model(lambda m, x: x * 2 if x.shape[0] > 1 else x * 3))
-    x = x_of(1)["x"]
-    torch.testing.assert_close(runtime.run("decode", {"x": x}), x * 2)
-    assert runtime.counters["fallbacks"]["padded up to the program's interval"] == 1
+@pytest.mark.parametrize("backend", EAGER)
+def test_a_python_attribute_is_frozen_and_the_debug_mode_notices(backend: str) -> None:
+    function = lambda m, x: x * m.factor  # noqa: E731
+    model = Model(function, factor=2.0)
+    frozen, watched = runtime_of(model, backend), runtime_of(model, backend, debug_captures=True)
+    for runtime in (frozen, watched):
+        runtime.run("decode", {"x": x_of()})
+    model.factor = 5.0
+    torch.testing.assert_close(frozen.run("decode", {"x": x_of()}), x_of() * 2)
+    torch.testing.assert_close(watched.run("decode", {"x": x_of()}), x_of() * 5)
+    assert any("attribute of a module that is no tensor" in reason for reason in watched.counters["fallbacks"])
 
 
-def test_a_decision_on_another_dim_that_is_not_padded() -> None:
-    function = lambda m, x, y: applied(x) + (y * 2 if y.shape[0] == 1 else y.sum(0) if y.shape[0] < 4 else 1)  # noqa: E731
-    dims = {"x": {0: "tokens"}, "y": {0: "rows"}}
-    runtime = runtime_of(Model(function), dims=dims)
-    for num_tokens, num_rows in ((5, 3), (5, 1), (5, 0), (2, 9), (8, 2), (1, 3)):
-        assert_step_is_plain(runtime, Model(function), {**x_of(num_tokens), "y": torch.randn(num_rows, WIDTH)})
+@pytest.mark.parametrize("backend", EAGER)
+def test_a_tensor_made_of_a_python_number_is_frozen_with_it(backend: str) -> None:
+    model = Model(lambda m, x: x + torch.full((1,), m.number), number=1.0)
+    runtime = runtime_of(model, backend)
+    runtime.run("decode", {"x": x_of()})
+    model.number = 7.0
+    torch.testing.assert_close(runtime.run("decode", {"x": x_of()}), x_of() + 1)
 
 
-def test_two_dims_in_any_order_through_every_kind_of_program() -> None:
-    """A piece may see two symbols in either order."""
-
-    def function(m: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-        x, y = applied(x * 2), applied(y * 2)
-        return (y @ x.t()).sum(0)[:, None] * x, applied(x @ y.t()) @ y
-
-    dims = {"x": {0: "tokens"}, "y": {0: "rows"}}
-    for specialize in ((), "all"):
-        for order in (("x", "y"), ("y", "x")):
-            runtime = runtime_of(Model(function), dims=dims, specialize=specialize)
-            for num_tokens, num_rows in ((5, 3), (3, 5), (4, 4), (1, 7), (8, 1)):
-                inputs = {"x": torch.randn(num_tokens, WIDTH), "y": torch.randn(num_rows, WIDTH)}
-                assert_step_is_plain(runtime, Model(function), {name: inputs[name] for name in order})
-            assert runtime.counters["traces"] == 1
+def test_a_constant_input_is_part_of_what_is_captured() -> None:
+    runtime = runtime_of(Model(lambda m, x, gain: x * gain), "full")
+    for gain in (2, 3, 2, 3, 2.0):
+        torch.testing.assert_close(runtime.run("decode", {"x": x_of(), "gain": gain}), x_of() * gain)
+    assert runtime.counters["captures"] == 3
+    assert runtime.counters["replays"] == 2
 
 
-# Settings of torch that someone else left behind, and threads.
-
-SETTINGS: dict[str, dict[str, Any]] = {
-    "silent fall to eager": {"suppress_errors": True},
-    "a limit of one": {"recompile_limit": 1},
-    "automatic dynamic shapes": {"automatic_dynamic_shapes": True, "assume_static_by_default": False},
-    "scalars captured": {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True},
-    "ints of modules as symbols": {"allow_unspec_int_on_nn_module": True},
-    "floats as symbols": {"specialize_float": False},
-    "ints as constants": {"specialize_int": True},
-}
+def test_an_optional_input_that_comes_and_goes() -> None:
+    runtime = runtime_of(
+        Model(lambda m, x, bias=None: x if bias is None else x + bias), "full", dynamic_dims={"x": 0, "bias": 0}
+    )
+    for bias in (None, x_of(seed=3), None, x_of(seed=4)):
+        inputs = {"x": x_of(), "bias": bias}
+        torch.testing.assert_close(runtime.run("decode", inputs), x_of() if bias is None else x_of() + bias)
+    assert runtime.counters["captures"] == 2
+    assert runtime.counters["replays"] == 2
 
 
-@pytest.mark.parametrize("in_a_thread", [False, True])
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
-def test_the_trace_sets_what_it_needs_where_it_runs(settings: dict[str, Any], in_a_thread: bool) -> None:
-    """Dynamo's config is thread-local from torch 2.12 on."""
-    model = Model(lambda m, x: (applied(x) if x.shape[0] > 5 else x) * m.factor * m.number, factor=2.5, number=7)
-    failures: list[BaseException] = []
+def test_module_hooks_run_at_first_appearance_only() -> None:
+    model, seen = Model(lambda m, x: x * 2), []
+    model.register_forward_hook(lambda *_: seen.append(1))
+    runtime = runtime_of(model, "full")
+    for _ in range(3):
+        runtime.run("decode", {"x": x_of()})
+    assert len(seen) == 2
 
-    def work() -> None:
-        try:
-            with torch._dynamo.config.patch(settings):
-                runtime = runtime_of(model)
-                for num_tokens in (1, 5, 3, 8):
-                    assert_step_is_plain(runtime, model, x_of(num_tokens))
-                assert runtime.counters["traces"] == 2
-                for name, value in settings.items():
-                    assert getattr(torch._dynamo.config, name) == value
-        except BaseException as error:
-            failures.append(error)
 
-    if in_a_thread:
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
+def test_train_and_eval_after_the_capture() -> None:
+    """`training` is an attribute like any other: frozen, and seen by the debug mode."""
+    model = Model(lambda m, x: x * (2 if m.training else 3)).eval()
+    runtime = runtime_of(model, "full", debug_captures=True)
+    torch.testing.assert_close(runtime.run("decode", {"x": x_of()}), x_of() * 3)
+    model.train()
+    torch.testing.assert_close(runtime.run("decode", {"x": x_of()}), x_of() * 2)
+
+
+# Weights.
+
+
+@pytest.mark.parametrize("backend", ALL)
+@pytest.mark.parametrize("how", ["in place", "load_state_dict", "rebound", "data", "double"])
+def test_new_weights(backend: str, how: str) -> None:
+    """In place they are simply there; anything else moves them, and the capture is made anew."""
+    model = Model(lambda m, x: x * m.table.to(x.dtype), table=torch.ones(WIDTH))
+    runtime = runtime_of(model, backend)
+    runtime.run("decode", {"x": x_of()})
+    if how == "in place":
+        model.table.mul_(3)
+    elif how == "load_state_dict":
+        model.load_state_dict({"table": torch.full((WIDTH,), 3.0)})
+    elif how == "rebound":
+        model.table = torch.full((WIDTH,), 3.0)
+    elif how == "data":
+        model.table.data = torch.full((WIDTH,), 3.0)
     else:
-        work()
-    assert not failures, failures
+        model.table.mul_(3)
+        model.double()
+    if how == "double" and backend == "tc_piecewise":
+        # Another dtype is no replacement for what was traced.
+        with pytest.raises(pw.InputError, match="table"):
+            runtime.run("decode", {"x": x_of()})
+        return
+    torch.testing.assert_close(runtime.run("decode", {"x": x_of()}), x_of() * 3)
+    assert was_replayed(runtime) == (how in ("in place", "load_state_dict"))
 
 
-def test_duck_shapes_do_not_tie_dims_of_two_names() -> None:
-    dims = {"x": {0: "tokens"}, "y": {0: "rows"}}
-    function = lambda m, x, y: (x * 2 if x.shape[0] > 5 else x * 3) + y.sum(0)  # noqa: E731
-    with torch.fx.experimental._config.patch(use_duck_shape=True):
-        runtime = runtime_of(Model(function), dims=dims)
-        for num_tokens, num_rows in ((4, 4), (4, 2), (3, 7)):
-            assert_step_is_plain(runtime, Model(function), {**x_of(num_tokens), "y": torch.randn(num_rows, WIDTH)})
+def test_a_forward_that_caches_a_tensor_on_its_module() -> None:
+    """A replay would leave the attribute with scratch of the capture: so it is not captured."""
+
+    def function(m: Any, x: torch.Tensor) -> torch.Tensor:
+        m.last = x * 2
+        return x + 1
+
+    model = Model(function, last=None)
+    runtime = runtime_of(model, "full")
+    for seed in range(3):
+        runtime.run("decode", {"x": x_of(seed=seed)})
+        torch.testing.assert_close(model.last[:3], x_of(seed=seed) * 2)  # of the first step, with its padded row
+    assert any("sets last" in reason for reason in runtime.counters["fallbacks"])
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 12), reason="before torch 2.12 Dynamo's settings are the process's")
-def test_somebody_elses_compile_in_another_thread() -> None:
-    """Their torch.compile and our traces at once: both right, whoever comes first.
+# Inputs and outputs.
 
-    While anything is compiled in the process, torch refuses calls of what `torch.compile` returned, from any thread:
-    two of them in two threads do that to each other as well. So they try again, as they have to without us; we never
-    do, since a trace of ours waits for theirs.
-    """
-    theirs = torch.compile(lambda x: x * 3 + 1, backend="aot_eager", dynamic=True)
+
+@pytest.mark.parametrize("backend", ALL)
+def test_the_output_of_a_step_as_the_input_of_the_next(backend: str) -> None:
+    """It lies in the buffer that the next step overwrites, but inputs are copied before anything runs."""
+    runtime = runtime_of(Model(lambda m, x: x * 2), backend)
+    x = x_of()
+    for power in range(1, 6):
+        x = runtime.run("decode", {"x": x})
+        torch.testing.assert_close(x, x_of() * 2**power)
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_an_input_that_is_changed_after_the_step(backend: str) -> None:
+    runtime = runtime_of(Model(lambda m, x: x * 2), backend)
+    x = x_of()
+    runtime.run("decode", {"x": x})
+    kept = runtime.run("decode", {"x": x})
+    x.zero_()
+    torch.testing.assert_close(kept, x_of() * 2)
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_a_forward_that_returns_its_input(backend: str) -> None:
+    runtime = runtime_of(Model(lambda m, x: (x, x * 2)), backend)
+    for seed in range(3):
+        same, twice = runtime.run("decode", {"x": x_of(seed=seed)})
+        torch.testing.assert_close(same, x_of(seed=seed))
+        torch.testing.assert_close(twice, x_of(seed=seed) * 2)
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_an_input_that_was_expanded_or_transposed(backend: str) -> None:
+    runtime = runtime_of(Model(lambda m, x, y: x * y.sum(0)), backend)
+    for _ in range(3):
+        y = torch.ones(1, WIDTH).expand(5, WIDTH)
+        torch.testing.assert_close(runtime.run("decode", {"x": x_of(), "y": y}), x_of() * 5)
+        y = x_of(5).t().contiguous().t()
+        torch.testing.assert_close(runtime.run("decode", {"x": x_of(), "y": y}), x_of() * y.sum(0))
+    assert was_replayed(runtime)
+
+
+@pytest.mark.parametrize("backend", ALL)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_a_replay_in_any_grad_mode(backend: str, mode: Any) -> None:
+    runtime = runtime_of(Model(lambda m, x: applied(x) + m.table, table=torch.ones(WIDTH)), backend)
+    runtime.run("decode", {"x": x_of()}, gains())
+    with mode():
+        result = runtime.run("decode", {"x": x_of()}, gains())
+    torch.testing.assert_close(result, x_of() * 2 + 1)
+    assert not result.requires_grad
+
+
+def test_autocast_at_a_replay_is_another_entry() -> None:
+    runtime = runtime_of(Model(lambda m, x: x @ m.table, table=torch.ones(WIDTH, WIDTH)), "full")
+    assert runtime.run("decode", {"x": x_of()}).dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert runtime.run("decode", {"x": x_of()}).dtype == torch.bfloat16
+        assert runtime.run("decode", {"x": x_of()}).dtype == torch.bfloat16
+    assert runtime.run("decode", {"x": x_of()}).dtype == torch.float32
+    assert runtime.counters["captures"] == runtime.counters["replays"] == 2
+
+
+# Chance.
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_random_numbers_are_drawn_anew_at_each_replay(backend: str) -> None:
+    runtime = runtime_of(Model(lambda m, x: x * 0 + torch.rand_like(x)), backend)
+    drawn = [runtime.run("decode", {"x": x_of()}, copy=True) for _ in range(4)]
+    assert was_replayed(runtime)
+    assert len({tuple(each.flatten().tolist()) for each in drawn}) == 4
+
+
+# The context.
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_what_a_split_op_reads_is_this_steps(backend: str) -> None:
+    runtime = runtime_of(Model(lambda m, x: applied(x)), backend)
+    for gain in (2.0, 3.0, 0.5):
+        torch.testing.assert_close(runtime.run("decode", {"x": x_of()}, gains(gain=gain)), x_of() * gain)
+    assert was_replayed(runtime)
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_a_plain_value_of_the_context_that_changes(backend: str) -> None:
+    """Captured whole it is frozen, so another one drops the capture; between segments it is read each time."""
+    runtime = runtime_of(Model(lambda m, x: applied(x)), backend)
+    gain = torch.full((3,), 2.0)
+    for power in (1.0, 2.0, 3.0):
+        result = runtime.run("decode", {"x": x_of()}, Step(gain, power))
+        torch.testing.assert_close(result, x_of() * 2**power)
+    assert runtime.counters["captures"] == (3 if backend == "full" else 1)
+
+
+@pytest.mark.parametrize("backend", EAGER)
+def test_a_forward_that_reads_a_tensor_of_the_context_outside_of_split_ops(backend: str) -> None:
+    """A declared field has a fixed place; a segment that reads one without would read the first step's for ever."""
+
+    @dataclasses.dataclass
+    class Undeclared:
+        gain: torch.Tensor
+
+    runtime = runtime_of(Model(lambda m, x: x * pw.get_context(Step).gain[:, None]), backend)
+    for gain in (2.0, 3.0):
+        torch.testing.assert_close(runtime.run("decode", {"x": x_of(4)}, gains(4, gain)), x_of(4) * gain)
+    assert was_replayed(runtime)
+    runtime = runtime_of(Model(lambda m, x: x * pw.get_context(Undeclared).gain[:, None]), backend)
+    for gain in (2.0, 3.0, 4.0):
+        context = Undeclared(torch.full((4,), gain))
+        torch.testing.assert_close(runtime.run("decode", {"x": x_of(4)}, context), x_of(4) * gain)
+    assert not was_replayed(runtime)
+    assert any("Undeclared.gain" in reason for reason in runtime.counters["fallbacks"])
+
+
+# Things that go wrong in the middle.
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_a_split_op_that_raises_at_a_replay(backend: str) -> None:
+    """The step raises; the capture is as good as before."""
+    runtime = runtime_of(Model(lambda m, x: applied(x)), backend)
+    runtime.run("decode", {"x": x_of()}, gains())
+    LOG.raises = ValueError("no more blocks")
+    try:
+        with pytest.raises(ValueError, match="no more blocks"):
+            runtime.run("decode", {"x": x_of()}, gains())
+    finally:
+        LOG.raises = None
+    torch.testing.assert_close(runtime.run("decode", {"x": x_of(seed=1)}, gains()), x_of(seed=1) * 2)
+    assert runtime.counters["captures"] == 1
+
+
+@pytest.mark.parametrize("backend", EAGER)
+def test_an_interrupt_while_capturing(backend: str) -> None:
+    """It gets through, nothing half made is published, and the next step starts over."""
+    calls: list[int] = []
+
+    def function(m: Any, x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return x * 2
+
+    runtime = runtime_of(Model(function), backend)
+    with pytest.raises(KeyboardInterrupt):
+        runtime.run("decode", {"x": x_of()})
+    for seed in range(3):
+        torch.testing.assert_close(runtime.run("decode", {"x": x_of(seed=seed)}), x_of(seed=seed) * 2)
+    assert runtime.counters["captures"] == 1
+    assert runtime.counters["replays"] == 2
+
+
+@pytest.mark.parametrize("backend", EAGER)
+def test_a_forward_that_raises_while_capturing_only(backend: str) -> None:
+    calls: list[int] = []
+
+    def function(m: Any, x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("out of handles")
+        return x * 2
+
+    runtime = runtime_of(Model(function), backend)
+    for seed in range(4):
+        torch.testing.assert_close(runtime.run("decode", {"x": x_of(seed=seed)}), x_of(seed=seed) * 2)
+    (reason,) = runtime.counters["fallbacks"]
+    assert reason == "the capture failed: RuntimeError: out of handles"
+    assert len(calls) == 5  # four steps and one attempt: it is not tried again
+
+
+WAITS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "item": lambda x: x * (1 if x.sum().item() > -1e9 else 2),
+    "bool": lambda x: x * (1 if (x.sum() > -1e9) else 2),
+    "tolist": lambda x: x * len(x.tolist()) / len(x),
+    "numpy": lambda x: x * x.numpy().shape[1] / WIDTH,
+    "cpu": lambda x: x.cpu() * 1,
+    "nonzero": lambda x: x * (1 + 0 * x.nonzero().shape[0]),
+    "a mask": lambda x: x * (1 + 0 * x[x > 100].shape[0]),
+    "unique": lambda x: x * (1 + 0 * x.unique().shape[0]),
+    "equal": lambda x: x * (1 if torch.equal(x, x) else 2),
+    "print": lambda x: x * (1 + 0 * len(str(x))),
+}
+
+
+@pytest.mark.parametrize("backend", EAGER)
+@pytest.mark.parametrize("kind", WAITS)
+def test_a_forward_that_waits_for_the_device(backend: str, kind: str) -> None:
+    """What a GPU would refuse, the tape refuses: a counted fallback that names the line."""
+    runtime = runtime_of(Model(lambda m, x: WAITS[kind](x)), backend)
+    for seed in range(3):
+        torch.testing.assert_close(runtime.run("decode", {"x": x_of(seed=seed)}), x_of(seed=seed))
+    (reason,) = runtime.counters["fallbacks"]
+    assert "test_footguns.py:" in reason
+    assert runtime.counters["fallbacks"][reason] == 3
+
+
+def test_modes_of_the_caller_around_a_replay() -> None:
+    """A dispatch mode of the caller's sees what runs, and changes nothing."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    runtime = runtime_of(Model(lambda m, x: x @ m.table, table=torch.eye(WIDTH)), "breakable")
+    for seed in range(3):
+        with FlopCounterMode(display=False) if seed else contextlib.nullcontext():
+            torch.testing.assert_close(runtime.run("decode", {"x": x_of(seed=seed)}), x_of(seed=seed))
+
+
+def test_a_module_that_the_user_compiled_is_eager_while_the_tape_records() -> None:
+    """Under any dispatch mode torch runs a compiled callable eagerly, so the tape records that: right, but not it."""
+    inner = torch.compile(lambda x: x * 2 + 1, backend="aot_eager", dynamic=True)
+    runtime = runtime_of(Model(lambda m, x: inner(x)), "full")
+    for seed in range(3):
+        torch.testing.assert_close(runtime.run("decode", {"x": x_of(seed=seed)}), x_of(seed=seed) * 2 + 1)
+    assert was_replayed(runtime)
+
+
+def test_results_kept_by_several_threads_need_copies() -> None:
+    """Steps of one phase overwrite each other's outputs, whoever runs them."""
+    runtime = runtime_of(Model(lambda m, x: x * 2), "full")
+    runtime.run("decode", {"x": x_of()})
     failures: list[BaseException] = []
-    barrier = threading.Barrier(2)
 
-    def work(step: Callable[[int], None]) -> None:
+    def work(seed: int) -> None:
         try:
-            barrier.wait()
-            for num_tokens in (5, 3, 8):
-                step(num_tokens)
+            for _ in range(20):
+                result = runtime.run("decode", {"x": x_of(seed=seed)}, copy=True)
+                torch.testing.assert_close(result, x_of(seed=seed) * 2)
         except BaseException as error:
             failures.append(error)
 
-    model = Model(DECISIONS["shape"])
-    runtime = runtime_of(model)
-
-    def their_step(num_tokens: int) -> None:
-        x = x_of(num_tokens)["x"]
-        while True:
-            try:
-                result = theirs(x)
-            except RuntimeError as error:
-                if "FX to symbolically trace" not in str(error):
-                    raise
-                time.sleep(0.01)
-            else:
-                break
-        torch.testing.assert_close(result, x * 3 + 1)
-
-    threads = [
-        threading.Thread(target=work, args=(step,))
-        for step in (their_step, lambda n: assert_step_is_plain(runtime, model, x_of(n)))
-    ]
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert not failures, failures
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
-def test_a_step_in_any_grad_mode_is_one_trace(mode: Any) -> None:
-    model = Model(lambda m, x: applied(x) + m.table, table=torch.ones(WIDTH))
-    runtime = runtime_of(model)
-    with mode():
-        assert_step_is_plain(runtime, model, x_of(5))
-    assert_step_is_plain(runtime, model, x_of(3))
-    assert runtime.counters["traces"] == 1
-
-
-# Order of what split ops write and read.
-
-
-def test_a_store_and_an_attention_that_are_two_operators_stay_in_order() -> None:
-    def function(m: Any, x: torch.Tensor, slots: torch.Tensor) -> Any:
-        store(x * 2, m.cache, slots)
-        out, again = torch.empty_like(x), torch.empty_like(x)
-        attend(x, m.cache, out)
-        store(out, m.cache, slots)
-        attend(out + 1, m.cache, again)
-        return out, again
-
-    for compiler in ("eager", "aot_eager"):
-        model = Model(function, cache=torch.zeros(16, WIDTH))
-        reference = copy.deepcopy(model)
-        runtime = runtime_of(model, compiler, dims={"x": 0, "slots": 0}, pad={"slots": -1})
-        for num_tokens in (5, 1, 8):
-            slots = torch.arange(num_tokens) + 3
-            assert_step_is_plain(runtime, reference, {**x_of(num_tokens), "slots": slots})
-
-
-class Hooked(nn.Module):
-    """Split ops that are called from hooks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.linear.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 1,))
-        self.linear.register_forward_hook(lambda module, inputs, output: applied(output) * 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.linear(x)
-        return result
-
-
-class Applied(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return applied(x) * 2
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return grads[0]
-
-
-@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("model", [Hooked(), Model(lambda m, x: Applied.apply(x) + 1)], ids=["hooks", "Function"])
-def test_a_split_op_is_cut_wherever_it_is_called_from(model: nn.Module) -> None:
-    runtime = runtime_of(model)
-    assert_step_is_plain(runtime, model, x_of(5))
-    assert runtime.counters["opaque_regions"] == 1
-
-
-# Memory that is shared.
-
-
-@pytest.mark.parametrize("num_tokens", [5, 8])
-def test_one_tensor_as_two_inputs_of_which_one_is_written_is_refused(num_tokens: int) -> None:
-    """A compiler takes them for apart, and reads the other one before the write."""
-    function = lambda m, x, y: (x.add_(1), y * 2)[1]  # noqa: E731
-    x = x_of(num_tokens)["x"]
-    runtime = runtime_of(Model(function), dims={"x": 0, "y": 0})
-    before = x.clone()
-    with pytest.raises(pw.InputError, match=r"writes into 'x', which shares memory with 'y'.*y\.clone\(\)"):
-        runtime.run("decode", {"x": x, "y": x})
-    assert torch.equal(x, before)
-    assert_step_is_plain(runtime, Model(function), {"x": x, "y": x.clone()})
-    plain = runtime_of(Model(function), "eager", dims={"x": 0, "y": 0})
-    torch.testing.assert_close(plain.run("decode", {"x": x, "y": x}), (before + 2) * 2)
-
-
-def test_one_tensor_as_two_inputs_that_are_read_and_columns_of_one_tensor_are_right() -> None:
-    model = Model(lambda m, x, y: applied(x) + y)
-    runtime = runtime_of(model, dims={"x": 0, "y": 0})
-    written = Model(lambda m, x, y: (x.add_(1), applied(x) + y)[1])
-    writing = runtime_of(written, dims={"x": 0, "y": 0})
-    for num_tokens in (5, 8):
-        x = x_of(num_tokens)["x"]
-        torch.testing.assert_close(runtime.run("decode", {"x": x, "y": x}), x * 3)
-        wide = torch.randn(num_tokens, 2 * WIDTH)
-        left, right = wide[:, :WIDTH], wide[:, WIDTH:]
-        expected = 2 * (left + 1) + right
-        torch.testing.assert_close(writing.run("decode", {"x": left, "y": right}), expected)
-
-
-def test_a_cache_that_is_rebound_between_steps_is_followed_by_every_kind_of_program() -> None:
-    def function(m: Any, x: torch.Tensor) -> torch.Tensor:
-        for keys, values in m.kv:
-            values[0].add_(1)
-            x = applied(x) + keys[0] + values[0]
-        return x
-
-    for specialize in ((), "all"):
-        model = Model(function, kv=[(torch.zeros(3, WIDTH), torch.zeros(3, WIDTH)) for _ in range(2)])
-        runtime, reference = runtime_of(model, specialize=specialize), copy.deepcopy(model)
-        for step in range(4):
-            for each in (model, reference):
-                if step == 2:
-                    each.kv = [(keys + 1, values.clone()) for keys, values in each.kv]
-                elif step == 3:
-                    each.kv[1] = (torch.ones(3, WIDTH), torch.ones(3, WIDTH))
-            assert_step_is_plain(runtime, reference, x_of(5))
-
-
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-def test_two_views_cross_of_a_tensor_that_itself_does_not(compiler: str) -> None:
-    """The later piece writes one of them, so it gets their base, which nobody else takes."""
-
-    def function(m: Any, x: torch.Tensor) -> torch.Tensor:
-        base = x * 1
-        left, right = base[:, :2], base.view(-1, 2, 2)
-        y = applied(x)
-        left.add_(1)
-        return left + right[:, 1] + right[:, 0] + y[:, :2]
-
-    for specialize in ((), "all"):
-        runtime = runtime_of(Model(function), compiler, specialize=specialize)
-        for num_tokens in (5, 8, 1):
-            assert_step_is_plain(runtime, Model(function), x_of(num_tokens))
-
-
-class Overlapping(nn.Module):
-    """Two buffers that share memory, both read by a piece that writes one and hands out a view of the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("whole", torch.arange(3.0 * WIDTH).reshape(3, WIDTH))
-        self.register_buffer("row", self.whole[1])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = applied(x)
-        self.row.add_(1)
-        view = self.whole[:, 1:]
-        return applied(x + self.row) + view.sum()
-
-
-def test_overlapping_buffers_of_which_one_is_written_under_eager() -> None:
-    model = Overlapping()
-    assert_step_is_plain(runtime_of(model, "eager"), copy.deepcopy(model), x_of(5))
-
-
-@pytest.mark.xfail(raises=IndexError, reason="AOTAutograd replays the view on the memory that the buffers share")
-def test_overlapping_buffers_of_which_one_is_written_and_a_view_crosses() -> None:
-    model = Overlapping()
-    assert_step_is_plain(runtime_of(model), copy.deepcopy(model), x_of(8))

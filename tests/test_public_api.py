@@ -24,6 +24,7 @@ CONTRACT = {
         "fused_ops",
         "context_field",
         "get_context",
+        "host_field",
         "use_context",
         "Runtime",
         "PortableProgram",

@@ -60,6 +60,30 @@ def test_the_example_runs_and_counts_what_the_text_says(example, capsys):
     assert example["scorer"].runtime.counters["steps"] == 1
 
 
+def test_the_capture_examples_do_what_their_comments_say(example):
+    import torch
+
+    captured, again, kept, model = (example[name] for name in ("captured", "again", "kept", "model"))
+    assert example["first"].shape == (3, 64)
+    counters = captured.counters.as_dict()
+    assert (counters["captures"], counters["replays"], counters["fallbacks"]) == (1, 2, {})
+    assert again.data_ptr() != kept.data_ptr()
+    with torch.inference_mode():
+        expected = model(torch.ones(2, 64))
+    torch.testing.assert_close(kept, expected)
+    torch.testing.assert_close(again[:2], expected)  # that step has overwritten it
+    last = captured.run("decode", {"input": torch.zeros(2, 64)})
+    assert last.data_ptr() == again.data_ptr()
+    torch.testing.assert_close(kept, expected)
+
+    scaled = example["scaled"]
+    counters = scaled.counters.as_dict()
+    assert (counters["captures"], counters["replays"], counters["fallbacks"]) == (1, 1, {})
+    with torch.inference_mode():
+        plain = torch.nn.Linear.forward(scaled.model, torch.ones(3, 64))
+    torch.testing.assert_close(example["scaled_y"], plain * torch.tensor([3.0, 3.0, 4.0])[:, None])
+
+
 def test_every_command_that_the_readme_names_exists():
     from piecework.runtime.cli import make_parser
 

@@ -19,9 +19,9 @@ PROMPTS = ("Early in the morning", "She was", "A good tool is one that")
 PARAMS = SamplingParams(max_new_tokens=16, logprobs=1)
 
 
-def config(compiler: str) -> pw.GraphConfig:
-    phase = {"compiler": compiler, "backend": "disabled"}
-    return pw.GraphConfig(prefill={**phase, "buckets": (8, 32)}, decode={**phase, "buckets": (1, 4)})
+def config(compiler: str, backend: str = "disabled") -> pw.GraphConfig:
+    phase = {"compiler": compiler, "backend": backend, "max_padding_waste": 1.0}
+    return pw.GraphConfig(prefill={**phase, "buckets": (8, 64)}, decode={**phase, "buckets": (1, 4)})
 
 
 @pytest.fixture(scope="module")
@@ -36,16 +36,43 @@ def full_precision() -> None:
     assert torch.backends.cuda.matmul.allow_tf32 is False
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
-def test_tokens_equal_those_of_the_cpu(compiler: str, expected: list[tuple[tuple[int, ...], list[float]]]) -> None:
-    with LLMEngine(None, config(compiler), device="cuda") as engine:
-        outputs = engine.generate(PROMPTS, PARAMS)
-        counters = engine.runtime.counters.as_dict()
-    for output, (token_ids, logprobs) in zip(outputs, expected, strict=True):
+CAPTURED = [
+    ("full", "eager"),
+    ("full", "aot_eager"),
+    ("breakable", "eager"),
+    ("tc_piecewise", "aot_eager"),
+    ("tc_piecewise", "inductor"),
+    ("auto", "eager"),
+]
+
+
+def check(engine: LLMEngine, expected: list[tuple[tuple[int, ...], list[float]]]) -> None:
+    for output, (token_ids, logprobs) in zip(engine.generate(PROMPTS, PARAMS), expected, strict=True):
         assert output.token_ids == token_ids
         got = [p.logprob for p in output.logprobs or ()]
         torch.testing.assert_close(torch.tensor(got), torch.tensor(logprobs), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+def test_tokens_equal_those_of_the_cpu(compiler: str, expected: list[tuple[tuple[int, ...], list[float]]]) -> None:
+    with LLMEngine(None, config(compiler), device="cuda") as engine:
+        check(engine, expected)
+        counters = engine.runtime.counters.as_dict()
     assert counters["traces"] == (compiler != "eager")
+    assert (counters["captures"], counters["replays"]) == (0, 0)
+
+
+@pytest.mark.parametrize(("backend", "compiler"), CAPTURED)
+def test_captured_tokens_equal_those_of_the_cpu(
+    backend: str, compiler: str, expected: list[tuple[tuple[int, ...], list[float]]]
+) -> None:
+    with LLMEngine(None, config(compiler, backend), device="cuda") as engine:
+        check(engine, expected)
+        check(engine, expected)
+        counters = engine.runtime.counters.as_dict()
+    # Each time one prefill of all prompts in the bucket 64, then 15 steps in the bucket 4; the first of each runs.
+    assert not counters["fallbacks"]
+    assert (counters["captures"], counters["replays"]) == (2, 2 * (1 + 15) - 2)
 
 
 def test_an_exported_program_is_bound_to_another_engine() -> None:

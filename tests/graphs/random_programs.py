@@ -25,7 +25,7 @@ FROZEN = torch.tensor([0.5, float("inf"), -1.0, 2.0])
 """No attribute of a model, so it becomes a constant of the trace."""
 
 
-@split_op(mutates_args=("out", "log"), name="piecework_fuzz::many_kinds")
+@split_op(mutates_args=("out", "log"), name="piecework_fuzz::many_kinds", capturable=True)
 def many_kinds(
     x: torch.Tensor,
     out: torch.Tensor,
@@ -351,7 +351,8 @@ def _steps(kinds: tuple[str, ...], min_size: int, max_size: int) -> st.SearchStr
     return st.lists(step, min_size=min_size, max_size=max_size).map(tuple)
 
 
-def models() -> st.SearchStrategy[tuple[Any, ...]]:
-    """Arguments of `RandomModel`."""
-    layers = st.just((0, ())) | st.tuples(st.sampled_from([2, 4, 5]), _steps(IN_LAYERS, 1, 4))
-    return st.tuples(_steps(tuple(STEPS), 1, 5), layers, _steps(tuple(STEPS), 1, 5))
+def models(kinds: tuple[str, ...] = tuple(STEPS)) -> st.SearchStrategy[tuple[Any, ...]]:
+    """Arguments of a `RandomModel` whose steps are of these kinds."""
+    in_layers = tuple(kind for kind in IN_LAYERS if kind in kinds)
+    layers = st.just((0, ())) | st.tuples(st.sampled_from([2, 4, 5]), _steps(in_layers, 1, 4))
+    return st.tuples(_steps(kinds, 1, 5), layers, _steps(kinds, 1, 5))

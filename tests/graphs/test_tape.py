@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+
 from piecework.errors import CaptureError
 from piecework.graphs.device import Segment
 from piecework.graphs.layouts import CallLayout, TensorLayout
@@ -135,16 +136,45 @@ PROGRAMS: dict[str, Callable[[torch.Tensor], Any]] = {
     "norms": lambda x: (F.rms_norm(x, (8,)), F.layer_norm(x, (8,)), F.group_norm(x[None], 2), x.var(0), x.mean()),
     "sdpa": lambda x: F.scaled_dot_product_attention(*[x.view(1, 2, 6, 4)] * 3, attn_mask=torch.ones(6, 6).tril() > 0),
     "indexing": lambda x: (x[x.argmax(0)], x.index_select(1, x.argmin(1)), x.gather(1, x.argsort(1)), x[..., ::2]),
-    "scatter": lambda x: (torch.zeros(6, 8).scatter_(1, x.argsort(1), x), x.clone().index_add_(0, x.argmax(0), x[:1].repeat(8, 1))),
+    "scatter": lambda x: (
+        torch.zeros(6, 8).scatter_(1, x.argsort(1), x),
+        x.clone().index_add_(0, x.argmax(0), x[:1].repeat(8, 1)),
+    ),
     "index_put": lambda x: x.clone().index_put_((x.argmax(0),), x[:1].repeat(8, 1).sort().values, accumulate=True),
-    "where": lambda x: (torch.where(x > 0, x, -x), x.clamp(min=0), torch.where(x > 0, 1.0, 0.0), x.masked_fill(x > 0, 2)),
+    "where": lambda x: (
+        torch.where(x > 0, x, -x),
+        x.clamp(min=0),
+        torch.where(x > 0, 1.0, 0.0),
+        x.masked_fill(x > 0, 2),
+    ),
     "sorts": lambda x: (*x.topk(3), *x.sort(), x.cumsum(0), *x.max(0), *x.kthvalue(2)),
     "casts": lambda x: (x.to(torch.bfloat16), x.half().float(), x.long() / 3, x.int().float().mean(), x.type_as(x)),
-    "convs": lambda x: (F.conv1d(x[None], torch.ones(6, 6, 3), padding=1), F.conv1d(x[None], torch.ones(6, 1, 2), groups=6)),
+    "convs": lambda x: (
+        F.conv1d(x[None], torch.ones(6, 6, 3), padding=1),
+        F.conv1d(x[None], torch.ones(6, 1, 2), groups=6),
+    ),
     "views": lambda x: (*x.chunk(2), *x.unbind(1), *x.split([2, 4]), x.t(), x.expand(2, 6, 8), x.view(torch.int32)),
-    "reshapes": lambda x: (x.t().reshape(-1), x.t().contiguous(), x.flatten(), x.reshape(3, 16), x.roll(1), x.repeat(2, 1)),
-    "factories": lambda x: (torch.arange(5) * x[0, 0], torch.ones_like(x), torch.full((2,), 3.0), x.new_zeros(2), torch.eye(3)),
-    "one_hot": lambda x: (F.one_hot(x.argmax(0), 6), torch.repeat_interleave(x, 2, 0), torch.tril(x), torch.outer(x[0], x[0])),
+    "reshapes": lambda x: (
+        x.t().reshape(-1),
+        x.t().contiguous(),
+        x.flatten(),
+        x.reshape(3, 16),
+        x.roll(1),
+        x.repeat(2, 1),
+    ),
+    "factories": lambda x: (
+        torch.arange(5) * x[0, 0],
+        torch.ones_like(x),
+        torch.full((2,), 3.0),
+        x.new_zeros(2),
+        torch.eye(3),
+    ),
+    "one_hot": lambda x: (
+        F.one_hot(x.argmax(0), 6),
+        torch.repeat_interleave(x, 2, 0),
+        torch.tril(x),
+        torch.outer(x[0], x[0]),
+    ),
     "repeats": lambda x: torch.repeat_interleave(x, torch.arange(6), dim=0, output_size=15),
     "complex": _rotary,
     "in place": _in_place,
@@ -529,9 +559,7 @@ def test_a_call_sees_the_modes_of_its_capture_and_no_mode_of_the_tape() -> None:
         (lambda x: [None], "got a NoneType"),
     ],
 )
-def test_a_call_that_returns_something_else_at_replay_is_an_error(
-    returned: Callable[..., Any], expected: str
-) -> None:
+def test_a_call_that_returns_something_else_at_replay_is_an_error(returned: Callable[..., Any], expected: str) -> None:
     x = torch.ones(2)
     with DEVICE.session(DEVICE.open_pool()) as session:
         session.begin()

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from piecework.graphs.tape import TapeDevice
 
 ROWS, WIDTH = 4, 6

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+
 from piecework.errors import CaptureError
 from piecework.graphs.tape import TapeDevice
 

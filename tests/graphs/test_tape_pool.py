@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
 from piecework.graphs.device import Segment
 from piecework.graphs.layouts import CallLayout
 from piecework.graphs.tape import TapeDevice
@@ -119,10 +121,11 @@ def test_a_kept_output_holds_its_bytes_after_the_release() -> None:
 def test_a_release_really_frees() -> None:
     pool = DEVICE.open_pool()
     segment = chain(pool, 4)
-    assert len(pool._blocks) == 6
+    memories = [StorageWeakRef(step.outputs[0].untyped_storage()) for step in segment._recording.steps]
+    gc.collect()
+    assert not any(memory.expired() for memory in memories)
     segment.release()
-    assert pool.num_bytes == 0
-    assert not pool._blocks
+    assert all(memory.expired() for memory in memories)
 
 
 def test_a_dropped_segment_counts_as_released() -> None:
@@ -195,6 +198,27 @@ def test_an_out_tensor_that_grew_counts() -> None:
     assert pool.num_bytes == 2048
     segment.replay()
     assert torch.equal(out, torch.ones(2 * KB))
+
+
+def test_what_is_only_allocated_counts() -> None:
+    pool = DEVICE.open_pool()
+    with DEVICE.session(pool) as session:
+        session.begin()
+        first = torch.empty(KB)
+        second = first.new_empty(KB)
+        segment = session.end()
+    assert pool.num_bytes == 2048
+    segment.release()
+    del first
+    assert pool.num_bytes == 1024
+    assert second.isnan().all()
+
+
+def test_a_pool_looks_only_at_what_is_live() -> None:
+    pool = DEVICE.open_pool()
+    segments = [chain(pool, 1, length=50) for _ in range(4)]
+    assert len(pool._blocks) <= 2
+    assert len(segments) == pool.num_captures
 
 
 def test_two_pools_count_apart() -> None:

@@ -26,14 +26,14 @@ CALLS: Counter[str] = Counter()
 """How often each split op's body ran; a test clears it first."""
 
 
-@split_op(mutates_args=("out",), name="piecework_toys::double")
+@split_op(mutates_args=("out",), name="piecework_toys::double", capturable=True)
 def double(x: torch.Tensor, out: torch.Tensor) -> None:
     """out = 2 x."""
     CALLS["double"] += 1
     out.copy_(x * 2)
 
 
-@split_op(mutates_args=("cache",), name="piecework_toys::accumulate")
+@split_op(mutates_args=("cache",), name="piecework_toys::accumulate", capturable=True)
 def accumulate(x: torch.Tensor, cache: torch.Tensor) -> None:
     """Adds the sum over the rows of x to cache."""
     CALLS["accumulate"] += 1
@@ -44,6 +44,7 @@ def accumulate(x: torch.Tensor, cache: torch.Tensor) -> None:
     mutates_args=(),
     name="piecework_toys::halves",
     fake=lambda x: (x.new_empty(x.shape), x.new_empty(x.shape)),
+    capturable=True,
 )
 def halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x / 2 twice: a functional operator with two outputs."""

@@ -11,13 +11,14 @@ import torch
 from hypothesis import given, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from piecework.graphs.tape import TapeDevice
 from piecework.ops import attention, torch_static
-from piecework.ops.attention import paged_attention
+from piecework.ops.attention import AttentionContext, paged_attention
 from piecework.ops.context import use_context
 from piecework.ops.torch_native import paged_attention as torch_native
 from piecework.ops.torch_static import paged_attention as static_attention
 
-from .paged_reference import Batch, batches, check, make_step, static_copy
+from .paged_reference import Batch, Step, batches, check, make_step, static_copy
 
 PLAIN = Batch(
     requests=[(1, 6), (5, 0), (0, 3), (3, 8), (0, 0), (1, 0)],
@@ -129,6 +130,44 @@ def test_steps_of_the_same_shapes_make_the_same_calls(window_size: int) -> None:
     ]
     assert len(calls[0]) > 20
     assert calls[0] == calls[1] == calls[2] == calls[3]
+
+
+def test_a_capture_serves_steps_of_other_lengths() -> None:
+    """Its operators on the tape, replayed over new requests in the same memory; 13 rows, 8 slots, 4 blocks wide."""
+    device = TapeDevice()
+    tables = ("slot_mapping", "query_start_loc", "seq_lens", "block_table")
+
+    def padded(requests: list[tuple[int, int]], seed: int) -> tuple[Step, AttentionContext]:
+        padding = 13 - sum(new for new, _ in requests)
+        batch = dataclasses.replace(PLAIN, requests=requests, padding=padding, spare_blocks=0, seed=seed)
+        step = make_step(batch, torch.float64)
+        spare = 4 - step.context.block_table.shape[1]
+        return step, static_copy(step.context, empty_slots=8 - len(requests), spare_blocks=spare)
+
+    with torch.inference_mode():
+        first, static = padded(PLAIN.requests, 0)
+        inputs = tuple(x.clone() for x in (first.q, first.k, first.v))
+        caches = torch.full((2, 20, 4, 2, 8), float("nan"), dtype=torch.float64)
+        out = torch.full(first.q.shape, float("nan"), dtype=torch.float64)
+        with device.session(device.open_pool()) as session:
+            session.begin()
+            static_attention(*inputs, caches[0], caches[1], out, first.scale, 0, static)
+            segment = session.end()
+        assert out.isnan().all()
+        assert caches.isnan().all()
+        for seed, requests in enumerate((PLAIN.requests, [(12, 0)], [(1, 14), (1, 1)], [])):
+            step, context = padded(requests, seed)
+            for name in tables:
+                getattr(static, name).copy_(getattr(context, name))
+            for buffer, new in zip(inputs, (step.q, step.k, step.v), strict=True):
+                buffer.copy_(new)
+            used = len(step.k_cache)
+            caches[0, :used], caches[1, :used] = step.k_cache, step.v_cache
+            segment.replay()
+            expected, *stored = step.expected()
+            torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
+            for cache, after in zip(caches, stored, strict=True):
+                torch.testing.assert_close(cache[:used], after, rtol=0, atol=0, equal_nan=True)
 
 
 def test_the_recorder_fires() -> None:
