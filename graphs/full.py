@@ -13,6 +13,7 @@ from ..ops import registry
 from ..ops.capturing import capturing_whole, refuse_uncapturable
 from .capture import Observed, Work, reserve_outputs, store_outputs
 from .device import Segment, Session
+from .program import Program
 from .split_calls import SplitCall
 
 
@@ -41,6 +42,8 @@ def capture(session: Session, work: Work, observed: Observed) -> tuple[list[Segm
             return call(*arguments, **kwargs)
         return session.call(call, arguments, observed.calls[name])
 
+    if isinstance(work.forward, Program) and (found := work.forward.graph.data_size) is not None:
+        raise found.error()
     # Bodies of our own refuse by themselves, where they run; a mode costs time, and hides compiled callables.
     asked = session.runs_bodies and registry.REGISTRY.bodies.keys() >= {o.name for o in registry.REGISTRY.ops.values()}
     refusing = contextlib.nullcontext() if asked else _RefuseSplitOps()

@@ -46,6 +46,8 @@ def observe(work: Work) -> tuple[Sequence[Any], Observed]:
 def capture(session: Session, work: Work, observed: Observed) -> tuple[list[Segment | SplitCall], list[Any]]:
     """Captures the program's pieces. Raises: CaptureError; whatever a piece raises."""
     assert isinstance(work.forward, Program)
+    if (found := work.forward.graph.data_size) is not None:
+        raise found.error()
     return _Walk(session, work, observed, work.forward).run()
 
 

@@ -5,6 +5,7 @@ It comes from a trace, or from a `PortableProgram` that another process made. Co
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from . import audit
 from .bindings import FrozenTensor, InputBinding, PlaceholderBinding
 from .blank import blank_outputs
 from .compilers import CompiledCallable
+from .data_sizes import DataSize, find_data_size
 from .inputs import TOKENS, InputContract
 from .memory import memory_of
 from .mutation import mutated_arguments
@@ -125,6 +127,16 @@ class PiecewiseGraph:
             piece = next(piece for piece in self.split.pieces if piece.name == name)
             self._blank_outputs[name] = blank_outputs(self.built(piece).graph_module)
         return self._blank_outputs[name]
+
+    @functools.cached_property
+    def data_size(self) -> DataSize | None:
+        """An operator of a piece that makes a size which depends on data, if there is one."""
+        for first, *_ in self.distinct_pieces().values():
+            built = self.built(first)
+            found = find_data_size(built.graph_module, built.dims.values())
+            if found is not None:
+                return found
+        return None
 
     def distinct_pieces(self) -> dict[str, list[Piece]]:
         """The pieces of each fingerprint, in order of first appearance."""

@@ -137,7 +137,7 @@ class TapeSession:
             recording.steps.append(
                 CallStep(
                     function=function,
-                    arguments=tuple(self._argument(argument) for argument in arguments),
+                    arguments=self._held(arguments),
                     layout=layout,
                     outputs=tuple(filled),
                     ambient=Ambient.now(),
@@ -153,12 +153,18 @@ class TapeSession:
             self._close().clear()
             self._pool.closed()
 
-    def _argument(self, argument: Any) -> Any:
-        """What a step holds of an argument: the very tensor where the callable may look at its class or identity."""
-        if isinstance(argument, torch.Tensor) and self._pool.block_of(argument) is not None:
-            assert self._mode is not None
-            return self._mode.recording.alias(argument)
-        return argument
+    def _held(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
+        """What a step holds of arguments: the very tensors, whose class and identity a compiled callable may look at.
+
+        Those of the pool are plain tensors, and the model's hold on them is counted: an alias, the same for the same.
+        """
+        assert self._mode is not None
+        held: dict[int, Any] = {}
+        for argument in arguments:
+            if id(argument) not in held:
+                is_own = isinstance(argument, torch.Tensor) and self._pool.block_of(argument) is not None
+                held[id(argument)] = self._mode.recording.alias(argument) if is_own else argument
+        return tuple(held[id(argument)] for argument in arguments)
 
     def _close(self) -> Recording:
         mode, self._mode = self._mode, None

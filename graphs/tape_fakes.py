@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import (
 )
 
 from .tape_guards import refusal
-from .tape_kinds import TORCHS_OWN, is_written, map_tensors
+from .tape_kinds import TORCHS_OWN, functional_of, is_written, map_tensors
+from .tape_steps import tensors_of
 
 _NO_FAKE = (
     "the shapes of what it returns are known only by running it; describe them with "
@@ -33,8 +34,8 @@ class FakeCall:
 
     returned: Any
     """A fake for each output that is new."""
-    kwargs: Mapping[str, Any]
-    """The fake keyword arguments: `out=` may have been resized. Empty if the call was not made."""
+    grown: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+    """`out=` tensors that the call gives another shape, each with a fake of that shape."""
 
 
 class Fakes:
@@ -52,7 +53,7 @@ class Fakes:
         """
         returns_new = any(not is_written(returned) for returned in func._schema.returns)
         has_out = func.namespace == "aten" and any(a.kwarg_only and is_written(a) for a in func._schema.arguments)
-        nothing = FakeCall(returned=(None,) * len(func._schema.returns), kwargs={})
+        nothing = FakeCall(returned=(None,) * len(func._schema.returns))
         if not returns_new and not has_out:
             return nothing
         if returns_new and not _has_fake(func):
@@ -61,7 +62,9 @@ class Fakes:
         with self._mode:
             fake_args, fake_kwargs = map_tensors(make, tuple(args)), map_tensors(make, dict(kwargs))
             try:
-                return FakeCall(returned=func(*fake_args, **fake_kwargs), kwargs=fake_kwargs)
+                returned = func(*fake_args, **fake_kwargs)
+                grown = self._grown(func, kwargs, fake_args, fake_kwargs) if has_out else ()
+                return FakeCall(returned=returned, grown=grown)
             except (UnsupportedOperatorException, NotImplementedError) as error:
                 if not returns_new:
                     return nothing
@@ -72,6 +75,22 @@ class Fakes:
                 if "no fake impl" in str(error):
                     raise refusal(func.name(), _NO_FAKE.format(func=func)) from error
                 raise
+
+    def _grown(
+        self, func: OpOverload, kwargs: Mapping[str, Any], fake_args: Sequence[Any], fake_kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+        names = [a.name for a in func._schema.arguments if a.kwarg_only and is_written(a)]
+        reals = [real for name in names for real in tensors_of([kwargs[name]])]
+        fakes = [fake for name in names for fake in tensors_of([fake_kwargs[name]])]
+        if all(real.shape == fake.shape for real, fake in zip(reals, fakes, strict=True)):
+            return ()
+        functional = functional_of(func)
+        if functional is not None:
+            # On fake tensors an out= that grows becomes contiguous. Really it gets the strides of a new output.
+            others = {name: value for name, value in fake_kwargs.items() if name not in names}
+            made = tensors_of(functional(*fake_args, **others))
+            fakes = made if len(made) == len(fakes) else fakes
+        return tuple((real, fake) for real, fake in zip(reals, fakes, strict=True) if real.shape != fake.shape)
 
     def _like(self, tensor: torch.Tensor) -> torch.Tensor:
         key = (tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)

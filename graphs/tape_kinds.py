@@ -63,6 +63,18 @@ def _is_composite(func: OpOverload) -> bool:
     return has("CompositeImplicitAutograd") and not has("CPU")
 
 
+@functools.cache
+def functional_of(func: OpOverload) -> OpOverload | None:
+    """The overload that returns what this one writes to its `out=`."""
+    wanted = [(argument.name, str(argument.type)) for argument in func._schema.arguments if not is_written(argument)]
+    for name in func.overloadpacket.overloads():
+        other: OpOverload = getattr(func.overloadpacket, name)
+        arguments = other._schema.arguments
+        if not any(map(is_written, arguments)) and [(a.name, str(a.type)) for a in arguments] == wanted:
+            return other
+    return None
+
+
 def is_written(argument: Any) -> bool:
     """Whether an argument of a schema is written to."""
     return argument.alias_info is not None and argument.alias_info.is_write

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import CaptureError
 from .tape_fakes import Fakes
 from .tape_guards import refusal, refused_function, refused_op
-from .tape_kinds import Kind, is_written, kind_of, map_tensors
+from .tape_kinds import Kind, kind_of, map_tensors
 from .tape_pool import Block, TapePool, poison
 from .tape_steps import OpStep, Step, tensors_of
 
@@ -132,22 +132,14 @@ class TapeMode(TorchDispatchMode):
         fakes = self._fakes.call(func, args, kwargs)
         if kind is Kind.ALLOCATE:
             return self._fresh(fakes.returned)
-        self._fit_out(func, kwargs, fakes.kwargs)
+        for out, fake in fakes.grown:
+            out.resize_(fake.shape).as_strided_(fake.shape, fake.stride())
+            self.recording.pool.resized(out)
+            poison(out)
         outputs, filled = self._outputs(func, args, kwargs, fakes.returned)
         own_args, own_kwargs = map_tensors(self.recording.alias, (tuple(args), kwargs))
         self.recording.steps.append(OpStep(op=func, args=own_args, kwargs=own_kwargs, outputs=filled))
         return outputs
-
-    def _fit_out(self, func: OpOverload, kwargs: Mapping[str, Any], fakes: Mapping[str, Any]) -> None:
-        """Gives `out=` tensors the shape that the operator would give them."""
-        for argument in func._schema.arguments:
-            if not (argument.kwarg_only and is_written(argument)) or fakes.get(argument.name) is None:
-                continue
-            for real, fake in zip(tensors_of(kwargs[argument.name]), tensors_of(fakes[argument.name]), strict=True):
-                if real.shape != fake.shape:
-                    real.resize_(fake.shape).as_strided_(fake.shape, fake.stride())
-                    self.recording.pool.resized(real)
-                    poison(real)
 
     def _outputs(
         self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], fakes: Any

@@ -83,7 +83,7 @@ class Runtime:
             TraceError, CompileError: under `startup="eager"`, as from `run`.
         """
         config = config if config is not None else GraphConfig()
-        optional = {"pad": pad, "example_inputs": example_inputs, "context_sizes": context_sizes}
+        optional = {"pad": pad, "example_inputs": example_inputs}  # not context_sizes: no input has these names
         given = {name: value for name, value in optional.items() if value is not None}
         self._parameters = check_arguments(model, config, {"dynamic_dims": dynamic_dims, **given})
         device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))

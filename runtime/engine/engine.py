@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 
 from ...errors import InputError, RuntimeClosedError
+from ...ops.attention import AttentionContext
 from ...phases import GraphConfig, resolve
 from ..runtime import Runtime
 from .arguments import (
@@ -139,6 +140,10 @@ class LLMEngine:
                 config,
                 dynamic_dims={"input_ids": {0: "tokens"}, "positions": {0: "tokens"}},
                 example_inputs={"input_ids": example, "positions": example.clone()},
+                context_sizes={"requests": self.max_num_seqs, "blocks": -(-self.max_model_len // block_size)},
+                example_context=AttentionContext.build(
+                    query_lens=(), seq_lens=(), block_tables=(), block_size=block_size, device=self.device
+                ),
             )
 
     def add_request(

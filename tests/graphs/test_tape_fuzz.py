@@ -10,17 +10,16 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from piecework.graphs.tape import TapeDevice
+from .tape_recording import AMBIENTS, DEVICE, record
 
 ROWS, WIDTH = 4, 6
-AMBIENTS = {"inference": torch.inference_mode, "no_grad": torch.no_grad, "grad": torch.enable_grad}
 
 Operation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Of two float tensors [ROWS, WIDTH], for another one; may write the first."""
 
 
 def _column(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    x[:, 1:3] = y[:, :2]
+    x[:, 1:3] = y[:, :2] * 2
     return x
 
 
@@ -86,7 +85,7 @@ def run(program: Sequence[tuple[int, int, int]], inputs: Sequence[torch.Tensor])
 @settings(max_examples=60)
 @given(program=programs, seed=st.integers(0, 1000))
 def test_a_replay_equals_eager(ambient: str, program: Sequence[tuple[int, int, int]], seed: int) -> None:
-    device, generator = TapeDevice(), torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
 
     def fresh() -> list[torch.Tensor]:
         return [torch.randn(ROWS, WIDTH, generator=generator) for _ in range(2)]
@@ -95,11 +94,8 @@ def test_a_replay_equals_eager(ambient: str, program: Sequence[tuple[int, int, i
         inputs = fresh()
         before = [tensor.clone() for tensor in inputs]
         random_state = torch.get_rng_state()
-        pool = device.open_pool()
-        with device.session(pool) as session:
-            session.begin()
-            outputs = run(program, inputs)
-            segment = session.end()
+        pool = DEVICE.open_pool()
+        outputs, segment = record(run, program, inputs, pool=pool)
         assert all(map(torch.equal, inputs, before)), "an input changed while recording"
         assert torch.equal(torch.get_rng_state(), random_state)
         addresses = [output.data_ptr() for output in outputs]

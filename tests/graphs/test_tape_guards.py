@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 
 from piecework.errors import CaptureError
-from piecework.graphs.tape import TapeDevice
 
-DEVICE = TapeDevice()
+from .tape_recording import AMBIENTS, DEVICE, record
+
 X = torch.arange(6.0)
 MASK = X > 2
-AMBIENTS = {"inference": torch.inference_mode, "no_grad": torch.no_grad, "grad": torch.enable_grad}
+SPARSE = torch.eye(6).to_sparse()
 
 
 @pytest.fixture
@@ -31,9 +31,7 @@ def refused(function: Callable[[], Any]) -> CaptureError:
     """The error of recording a function, from its body; afterwards everything is as before."""
     before = X.clone()
     with pytest.raises(CaptureError) as caught:
-        with DEVICE.session(DEVICE.open_pool()) as session:
-            session.begin()
-            function()
+        record(function)
     assert (X + 1).tolist() == (before + 1).tolist()
     return caught.value
 
@@ -73,15 +71,8 @@ OPERATORS: dict[str, tuple[Callable[[], Any], str, str]] = {
         "tuple of ints",
     ),
     "inverse": (lambda: torch.linalg.inv(torch.eye(3)), "aten::_linalg_check_errors", "_ex form"),
-    "sparse": (lambda: torch.sparse.mm(_sparse(), X[:, None]), "aten::.*", "use dense tensors"),
+    "sparse": (lambda: torch.sparse.mm(SPARSE, X[:, None]), "aten::.*", "use dense tensors"),
 }
-
-
-def _sparse() -> torch.Tensor:
-    return SPARSE
-
-
-SPARSE = torch.eye(6).to_sparse()
 
 
 @pytest.mark.parametrize("ambient", AMBIENTS)
@@ -171,10 +162,8 @@ ALLOWED: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", ALLOWED)
 def test_what_looks_alike_and_is_recorded(name: str) -> None:
-    with torch.inference_mode(), DEVICE.session(DEVICE.open_pool()) as session:
-        session.begin()
-        ALLOWED[name]()
-        segment = session.end()
+    with torch.inference_mode():
+        _, segment = record(ALLOWED[name])
     segment.replay()
 
 

@@ -11,10 +11,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from piecework.graphs.device import Segment
 from piecework.graphs.layouts import CallLayout
-from piecework.graphs.tape import TapeDevice
 from piecework.graphs.tape_pool import TapePool, poison
 
-DEVICE = TapeDevice()
+from .tape_recording import DEVICE
+
 KB = 256  # floats
 
 

@@ -207,6 +207,25 @@ def test_output_in_another_encoding(model: Path) -> None:
     assert out.startswith("prompt: \\u03a9\n")
 
 
+@pytest.mark.parametrize("backend", ["full", "breakable", "tc_piecewise"])
+def test_generate_and_explain_show_what_was_captured(model: Path, backend: str) -> None:
+    words = ["--model", model, "--device", "cpu", "--capture-device", "tape", "--max-num-seqs", 1, "--json"]
+    words += ["--max-num-batched-tokens", 16, "--cuda-graph-max-captures", 9, "--cuda-graph-memory-budget", "1GiB"]
+    for phase in ("prefill", "decode"):
+        words += [f"--cuda-graph-backend-{phase}", backend]
+    code, out, _ = run("generate", *words, "--prompt", PROMPTS[0], "--max-new-tokens", 3)
+    answer = json.loads(out)
+    assert (code, answer["counters"]["captures"], answer["counters"]["replays"]) == (0, 2, 1)
+    assert {entry["phase"]: entry["captured"] for entry in answer["entries"]} == {"prefill": True, "decode": True}
+    code, out, _ = run("explain", *words)
+    explained = json.loads(out)
+    assert code == 0
+    captured = [(entry["phase"], entry["bucket"]) for entry in explained["entries"] if entry["captured"]]
+    assert captured == [("decode", 1), ("prefill", 16)]  # the default ladders, cut at the largest steps
+    assert explained["memory"]["pool_bytes"] >= max(entry["bytes"] for entry in explained["entries"]) > 0
+    assert explained["counters"]["captures"] == 2
+
+
 # ---- ops and explain
 
 
