@@ -10,9 +10,27 @@ from ..errors import InputError
 from .bindings import Bindings, TensorIndex
 
 
-def model_bindings(model: torch.nn.Module) -> Bindings:
-    """Every parameter, buffer and tensor attribute of a model."""
-    return Bindings(TensorIndex(model, {}).everything())
+class ModelBindings:
+    """Every parameter, buffer and tensor attribute of a model: what an eager forward may use."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._ids: list[int] = []
+        self._bindings: Bindings | None = None
+
+    def current(self) -> Bindings:
+        """Of the tensors that the model has now; the same object as long as they are the same."""
+        ids = [
+            id(value)
+            for module in self._model.modules()
+            for table in (module._parameters, module._buffers, module.__dict__)
+            for value in table.values()
+            if isinstance(value, torch.Tensor)
+        ]
+        if self._bindings is None or ids != self._ids:
+            self._bindings = Bindings(TensorIndex(self._model, {}).everything())
+            self._ids = ids
+        return self._bindings
 
 
 class Addresses:

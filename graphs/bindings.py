@@ -158,6 +158,11 @@ class Bindings:
         """Dotted names of the model's tensors, in the order of `model_tensors`."""
         return tuple(binding.path for binding in self._model_tensors)
 
+    @property
+    def frozen_tensors(self) -> list[torch.Tensor]:
+        """The tensors that the model reads from elsewhere."""
+        return [binding.tensor for binding in self.placeholders if isinstance(binding, FrozenTensor)]
+
     def model_tensors(self) -> list[torch.Tensor]:
         """The model's tensors as they are now. See Note [Bindings are looked up on each call].
 

@@ -134,6 +134,8 @@ class _Breaking(_SplitOpMode):
         addresses = [memory_address(tensor) for _, tensor in tensors]
         written = {address for (slot, _), address in zip(tensors, addresses, strict=True) if slot.is_written}
         back: list[tuple[torch.Tensor, torch.Tensor]] = []
+        blank = frozenset(self._blank)
+        self._blank -= written
 
         def staged(slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
             address = memory_address(tensor)
@@ -141,7 +143,7 @@ class _Breaking(_SplitOpMode):
             if not self.is_scratch(tensor) or (address in written and addresses.count(address) > 1):
                 return tensor
             buffer = self.work.stages.find(slot, TensorLayout.of(tensor))
-            if address not in self._blank:
+            if address not in blank:
                 buffer.copy_(tensor)
             if slot.is_written:
                 back.append((tensor, buffer))
@@ -158,7 +160,6 @@ class _Breaking(_SplitOpMode):
         self.session.begin()
         for tensor, buffer in back:
             tensor.copy_(buffer)
-            self._blank.discard(memory_address(tensor))
         seen = [self._own_copy(result) for result in results]
         if not results:
             return None
@@ -188,7 +189,7 @@ class _Breaking(_SplitOpMode):
         if not isinstance(result, torch.Tensor):
             return result
         copied = torch.empty_like(result).copy_(result)
-        self._made.add(memory_address(copied))
+        self._made |= {memory_address(copied)} - {0}
         return copied
 
 

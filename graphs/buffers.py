@@ -13,7 +13,6 @@ import torch
 from .inputs import TOKENS, BoundInputs, InputContract, check_pad
 from .layouts import TensorLayout
 
-
 _MAX_TENSORS = 8192
 """Kept by a phase's buffers; far more than its buckets have."""
 

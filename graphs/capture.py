@@ -51,8 +51,9 @@ class Work:
         return Stages(self.buffers, self.bucket)
 
     def owned_addresses(self) -> set[int]:
-        """Addresses of memory that outlives a replay: of the inputs, the context and the model."""
-        tensors = [*self.tensors.values(), *self.forward.bindings.model_tensors()]
+        """Addresses of memory that outlives a replay: of the inputs, the context, the model, and what it reads elsewhere."""
+        bindings = self.forward.bindings
+        tensors = [*self.tensors.values(), *bindings.model_tensors(), *bindings.frozen_tensors]
         return {memory_address(tensor) for tensor in tensors} | self.owned
 
 

@@ -25,8 +25,8 @@ from .layouts import CallLayout
 from .model_line import model_line
 
 _CAPTURING = threading.RLock()
-"""Held during a session: torch's random generators know one capture at a time (before 2.13), and its allocator gives
-little back while there is one."""
+"""Held during a session and a replay: torch's random generators know one capture at a time, and replay nothing of
+their device during one (before 2.13); its allocator gives little back."""
 
 _idle_streams: dict[int, list[CaptureStream]] = {}
 """Device index -> streams whose device is gone."""
@@ -45,8 +45,10 @@ class CudaSegment:
 
     def replay(self) -> None:
         """Launches the graph on the current stream."""
-        if self._graph is not None:
-            self._graph.replay()
+        graph = self._graph
+        if graph is not None:
+            with _CAPTURING:
+                graph.replay()
         elif not self._is_empty:
             raise CaptureError("replay: expected a capture, but this one was released; capture the bucket again")
 
@@ -209,8 +211,9 @@ class CudaSession:
 class CudaDevice:
     """Captures and replays on one CUDA device. See `GraphDevice`.
 
-    What only CUDA knows: a captured random operator draws anew at each replay; other threads may use the device during
-    a capture, but before torch 2.13 not its random generators.
+    A captured random operator draws anew at each replay. Other threads may use the device during a capture: they may
+    allocate, launch, copy and wait for their streams. What would break the capture or raise in them is
+    `torch.cuda.synchronize`, and before torch 2.13 the device's random generators.
     """
 
     name = "cuda"

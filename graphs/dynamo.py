@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import logging
-import operator
 import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -276,46 +274,63 @@ def unchanged(
     Raises:
         error: the body set something.
     """
-    before = {name: (module, _attributes(module)) for name, module in model.named_modules()}
-    contents = {
-        f"{name}.{key}" if name else key: (value, copy.copy(value))
-        for name, module in model.named_modules()
-        for key, value in module.__dict__.items()
+    tables = [
+        (table, dict(table))
+        for module in model.modules()
+        for table in (module.__dict__, *(module.__dict__[name] for name in _MODULE_TABLES))
+    ]
+    containers = [
+        value
+        for table, _ in tables
+        for key, value in table.items()
         if isinstance(value, (list, dict)) and key not in _MODULE_TABLES
-    }
+    ]
+    # Most are the hooks that a module has none of.
+    contents = [
+        (value, (list(value) if isinstance(value, list) else dict(value)) if value else None) for value in containers
+    ]
     yield
-    changed = []
-    for name, (module, attributes) in before.items():
-        for (table, key), value in _attributes(module).items():
-            if attributes.get((table, key), _MISSING) is not value:
-                changed.append(f"{name}.{key}" if name else key)
-                target = module.__dict__ if table is None else module.__dict__[table]
-                if (table, key) in attributes:
-                    target[key] = attributes[table, key]
-                else:
-                    del target[key]
-    for name, (value, copied) in contents.items():
-        if len(value) != len(copied) or any(map(operator.is_not, _flat(value), _flat(copied))):
-            changed.append(name)
-            value.clear()
-            value.extend(copied) if isinstance(value, list) else value.update(copied)
-    if changed:
-        raise error(
-            f"{where}: the model's forward sets {', '.join(changed)}; {who} would not do that on each step. "
-            f"Return the value, or write into a buffer in place (buffer.copy_(...))"
-        )
+    moved = [(table, old) for table, old in tables if [*map(id, table.values())] != [*map(id, old.values())]]
+    changed = [(now, old) for now, old in contents if (now or old) and _ids(now) != _ids(old or ())]
+    if not moved and not changed:
+        return
+    names = sorted({*_names_of_entries(model, moved), *_names_of_containers(model, changed)})
+    for table, old in moved:
+        table.clear()
+        table.update(old)
+    for now, before in changed:
+        now.clear()
+        if before:
+            now.extend(before) if isinstance(now, list) else now.update(before)
+    raise error(
+        f"{where}: the model's forward sets {', '.join(names)}; {who} would not do that on each step. "
+        f"Return the value, or write into a buffer in place (buffer.copy_(...))"
+    )
 
 
-_MISSING = object()
 _MODULE_TABLES = ("_parameters", "_buffers", "_modules")
+_MISSING = object()
 
 
-def _flat(container: list[Any] | dict[Any, Any]) -> list[Any]:
-    return [*container, *container.values()] if isinstance(container, dict) else container
+def _ids(container: Any) -> list[int]:
+    return [*map(id, container), *map(id, container.values())] if isinstance(container, dict) else [*map(id, container)]
 
 
-def _attributes(module: torch.nn.Module) -> dict[tuple[str | None, str], Any]:
-    own: dict[tuple[str | None, str], Any] = {(None, key): value for key, value in module.__dict__.items()}
-    for table in _MODULE_TABLES:
-        own.update({(table, key): value for key, value in module.__dict__[table].items()})
-    return own
+def _names_of_entries(model: torch.nn.Module, moved: Sequence[tuple[Any, Any]]) -> Iterator[str]:
+    """Dotted names of what is another object than before in the modules' tables."""
+    before = {id(table): old for table, old in moved}
+    for prefix, module in model.named_modules():
+        for table in (module.__dict__, *(module.__dict__[name] for name in _MODULE_TABLES)):
+            old = before.get(id(table), table)
+            for key in {**old, **table}:
+                if old.get(key, _MISSING) is not table.get(key, _MISSING):
+                    yield f"{prefix}.{key}" if prefix else key
+
+
+def _names_of_containers(model: torch.nn.Module, changed: Sequence[tuple[Any, Any]]) -> Iterator[str]:
+    """Dotted names of the lists and dicts that hold something else than before."""
+    containers = {id(now) for now, _ in changed}
+    for prefix, module in model.named_modules():
+        for key, value in module.__dict__.items():
+            if id(value) in containers:
+                yield f"{prefix}.{key}" if prefix else key

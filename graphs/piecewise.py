@@ -179,10 +179,8 @@ class _Walk:
         self._stage(node, op)
         args, kwargs = self._arguments(node)
         written = written_addresses(op, args, kwargs)
-        for follower, its_op in self._plan.followers[node]:
-            if all(argument in self._values for argument in follower.all_input_nodes):
-                self._stage_early(follower, its_op, written)
-                written |= written_addresses(its_op, *self._arguments(follower))
+        self._stage_followers(node, op, set(written))
+        self._blank -= written
         self._close()
         handed: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -215,13 +213,27 @@ class _Walk:
                 buffer.copy_(tensor)
             self._staged[node, slot] = buffer
 
-    def _stage_early(self, node: Node, op: OpOverload, written: set[int]) -> None:
-        """Does the same for a later split op that no piece precedes, but for what split ops before it write."""
-        for slot, tensor in self._to_stage(node, op):
-            if memory_address(tensor) not in written and self._is_open:
+    def _stage_followers(self, node: Node, op: OpOverload, written: set[int]) -> None:
+        """Does the same for the split ops after it that no piece precedes, but for what split ops before them write.
+
+        Not into a buffer that is in use until then: of an operator that is called before, or with a value in it.
+        """
+        called = {op}
+        for follower, its_op in self._plan.followers[node]:
+            if not self._is_open or not all(argument in self._values for argument in follower.all_input_nodes):
+                return
+            for slot, tensor in self._to_stage(follower, its_op):
                 buffer = self._work.stages.find(slot, TensorLayout.of(tensor))
-                buffer.copy_(tensor)
-                self._staged[node, slot] = buffer
+                if memory_address(tensor) not in written and its_op not in called and not self._holds_value(buffer):
+                    if memory_address(tensor) not in self._blank:
+                        buffer.copy_(tensor)
+                    self._staged[follower, slot] = buffer
+            written |= written_addresses(its_op, *self._arguments(follower))
+            called.add(its_op)
+
+    def _holds_value(self, buffer: torch.Tensor) -> bool:
+        address = memory_address(buffer)
+        return any(address in _addresses(value) for value in self._values.values())
 
     def _to_stage(self, node: Node, op: OpOverload) -> list[tuple[Slot, torch.Tensor]]:
         args, kwargs = self._arguments(node)
@@ -240,7 +252,6 @@ class _Walk:
     def _hand_over(self, node: Node, tensor: torch.Tensor, buffer: torch.Tensor) -> None:
         """Lets what comes later see what a split op writes into the buffer that stands for `tensor`."""
         address = memory_address(tensor)
-        self._blank.discard(address)
         users = {key: value for key, value in self._values.items() if address in _addresses(value)}
         same = all(isinstance(value, torch.Tensor) and _look_alike(value, buffer) for value in users.values())
         offsets = {value.data_ptr() for value in users.values() if isinstance(value, torch.Tensor)}

@@ -12,7 +12,7 @@ from torch._dynamo.exc import RecompileError as DynamoRecompileError
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ..errors import CompileError, InputError, RecompileError, TraceError
-from ..graphs.addresses import model_bindings
+from ..graphs.addresses import ModelBindings
 from ..graphs.bindings import Bindings
 from ..graphs.debug import MutationWitness
 from ..graphs.dynamo import COMPILE_LOCK
@@ -67,10 +67,17 @@ class EagerProgram:
     rows: Mapping[str, Rows] | None = None
     written_inputs: tuple[str, ...] = ()
 
-    def __init__(self, model: torch.nn.Module, constants: tuple[tuple[str, Constant], ...], fused: FusedChoice) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        constants: tuple[tuple[str, Constant], ...],
+        fused: FusedChoice,
+        bindings: ModelBindings | None = None,
+    ) -> None:
         self._model = model
         self._constants = dict(constants)
         self._fused = fused
+        self._all = bindings or ModelBindings(model)
         self._bindings: Bindings | None = None
 
     @property
@@ -82,8 +89,8 @@ class EagerProgram:
         return self._bindings
 
     def look_again(self) -> None:
-        """Finds the model's tensors anew."""
-        self._bindings = model_bindings(self._model)
+        """Finds the model's tensors anew, before a capture."""
+        self._bindings = self._all.current()
 
     def flat(self, tensors: TensorsByName, sizes: SizesByName, hook: Hook | None = None) -> tuple[Sequence[Any], Any]:
         """Runs the forward; returns its tensors, and the structure that `assemble` makes of them. `hook`: unused."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import CompileError, ConfigError, ContextError, InputError, RuntimeClosedError
+from ..graphs.addresses import ModelBindings
 from ..graphs.debug import MutationWitness
 from ..graphs.device import open_device
 from ..graphs.inputs import TOKENS, BoundInputs, InputContract, Signature, ambient_state
@@ -110,6 +111,7 @@ class Runtime:
         self._build_lock = threading.RLock()
         self._witness = MutationWitness() if self.config.evaluate_guards else None
         self._closed = False
+        self._bindings = ModelBindings(model)
         self._captures: Captures | None = None
         check_context_sizes(self._contract, context_sizes or {})
         if any(self.config.phase(phase).backend is not Backend.DISABLED for phase in Phase):
@@ -416,7 +418,7 @@ class Runtime:
         return entry
 
     def _eager(self, bound: BoundInputs) -> EagerProgram:
-        return EagerProgram(self.model, bound.signature.constants, self._fused[Compiler.EAGER])
+        return EagerProgram(self.model, bound.signature.constants, self._fused[Compiler.EAGER], self._bindings)
 
     def _family(self, signature: Signature, compiler: Compiler, recorder: Recorder) -> ProgramFamily | None:
         family = self._families.get((signature, compiler))

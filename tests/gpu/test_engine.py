@@ -38,7 +38,6 @@ def full_precision() -> None:
 
 CAPTURED = [
     ("full", "eager"),
-    ("full", "aot_eager"),
     ("breakable", "eager"),
     ("tc_piecewise", "aot_eager"),
     ("tc_piecewise", "inductor"),

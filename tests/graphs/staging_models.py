@@ -206,6 +206,26 @@ def two_ops_in_turn(m: Any, x: torch.Tensor) -> Any:
     return out * other, a + b + c + d
 
 
+def out_read_before_the_op_is_called_again(m: Any, x: torch.Tensor) -> Any:
+    first = applied(x + 1)
+    y, z = first.relu(), x * 3
+    store(first, m.cache)
+    double(y, z)
+    a, _ = halves(z + 1)
+    w = a.relu()
+    store(a, m.cache)
+    b, c = halves(w)
+    return z, b, c
+
+
+def read_after_a_write_in_a_row(m: Any, x: torch.Tensor) -> Any:
+    y, z, out = x + 1, x * 3, torch.empty_like(x)
+    a, b = halves(y)
+    some_rows(a, z)
+    double(z, out)
+    return out, b
+
+
 def lists_of_tensors(m: Any, x: torch.Tensor) -> Any:
     y, first, second = x + 1, torch.empty_like(x), torch.empty_like(x)
     to_list([y, m.row, x], [first, m.cache, second], 0.5)
@@ -291,7 +311,7 @@ MODELS: dict[str, Callable[..., Any]] = {
         views_of_one_tensor, results_kept, result_written_later, args_share_what_is_written, blank_parts_are_written,
         stored_then_attended, stored_then_attended_with_glue, one_op_twice_in_a_row, one_op_on_its_own_out,
         one_op_on_its_own_results, two_ops_in_turn, lists_of_tensors, list_returned, returned_as_it_came,
-        other_strides, results_of_other_strides, nothing_in_it, some_rows_are_written, sizes_grow, input_is_written,
+        out_read_before_the_op_is_called_again, read_after_a_write_in_a_row, other_strides, results_of_other_strides, nothing_in_it, some_rows_are_written, sizes_grow, input_is_written,
         buffer_is_written, constant_is_written,
     )
 }  # fmt: skip

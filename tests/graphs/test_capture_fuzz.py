@@ -87,7 +87,7 @@ Step = tuple[int, int]
 
 
 def steps() -> st.SearchStrategy[list[Step]]:
-    step = st.tuples(st.sampled_from((0, 1, 3, 4, 5, 8)), st.sampled_from((1, 3, 8)))
+    step = st.tuples(st.sampled_from((0, 1, 3, 4, 5, 8)), st.sampled_from((2, 3, 8)))
     return st.lists(step, min_size=2, max_size=5)
 
 
@@ -123,8 +123,7 @@ def check_captured(arguments: tuple[Any, ...], with_y: bool, plan: list[Step], n
         assert counters["captures"] == len(buckets)
         assert counters["replays"] == 3 * len(plan) - len(buckets)
     else:
-        assert len(fallbacks) == 1
-        assert fallbacks[0].startswith("the capture failed: ")
+        assert any(reason.startswith("the capture failed: ") for reason in fallbacks)
 
 
 # An example may cost a trace, so that shrinking one would take minutes.

@@ -51,8 +51,8 @@ def change_config(directory: Path, **changes: Any) -> None:
         ),
         (
             {"config": GraphConfig(prefill={"buckets": (16, 64, 65)}), "max_num_batched_tokens": 64, "max_num_seqs": 4},
-            r"^prefill\.buckets: expected buckets that a step of at most 64 tokens \(max_num_batched_tokens\) can take, "
-            r"got 65 above 64, which holds it; remove them or raise max_num_batched_tokens$",
+            r"^prefill\.buckets: expected buckets that a step of at most 64 tokens \(max_num_batched_tokens\) can take"
+            r", got 65 above 64, which holds it; remove them or raise max_num_batched_tokens$",
         ),
         (
             {"config": GraphConfig(decode={"specialize": (8,)}), "max_num_seqs": 4},
