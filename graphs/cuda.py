@@ -217,6 +217,7 @@ class CudaDevice:
     """
 
     name = "cuda"
+    wants_largest_first = True
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
         """Takes a device such as `cuda:1`; without an index the current one.

@@ -81,6 +81,8 @@ class GraphDevice(Protocol):
 
     name: str
     """`cuda` or `tape`."""
+    wants_largest_first: bool
+    """Whether captures in another order than from the largest down take more memory."""
 
     def open_pool(self) -> Pool:
         """A new pool, with nothing in it."""

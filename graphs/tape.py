@@ -179,6 +179,7 @@ class TapeDevice(GraphDevice):
     """Captures on a machine without a GPU."""
 
     name = "tape"
+    wants_largest_first = False
 
     def open_pool(self) -> TapePool:
         """A new pool, with nothing in it."""

@@ -69,6 +69,31 @@ def check_eager_outputs(structure: Any, outputs: Sequence[Any], contract: Output
     map_leaves(structure, leaf)
 
 
+def check_static_inputs(
+    captured: Mapping[str, torch.Tensor], filled: Mapping[str, torch.Tensor], bound: BoundInputs
+) -> None:
+    """The debug mode, right before a replay: the capture reads what the step was given.
+
+    Raises:
+        CaptureError: an input is not where the capture reads it, or does not hold the step's values there.
+    """
+    for name, tensor in bound.tensors.items():
+        static = filled[name]
+        if static.data_ptr() != captured[name].data_ptr() or static.stride() != captured[name].stride():
+            raise CaptureError(
+                f"input {name!r}: expected it at {captured[name].data_ptr():#x}, where the capture reads it, got "
+                f"{static.data_ptr():#x}; this is a fault of piecework: use backend disabled, and report it"
+            )
+        head = static
+        for dim, size in enumerate(tensor.shape):
+            head = head.narrow(dim, 0, size)
+        if not _same_bits(head, tensor):
+            raise CaptureError(
+                f"input {name!r}: expected the step's values where the capture reads them, got others; something "
+                f"writes into memory of the runtime's, or the caller's tensor changed during the step"
+            )
+
+
 def check_no_nan(result: Any, bound: BoundInputs) -> None:
     """The debug mode, where padded rows hold NaN: refuses outputs in which they show.
 

@@ -28,7 +28,7 @@ from ..graphs.program import SizesByName, assemble
 from ..graphs.split_calls import memory_address
 from ..ops.context import use_context
 from ..phases import Backend, GraphConfig, Phase
-from .capture_checks import check_eager_outputs, check_no_nan, plain_attributes, written_by
+from .capture_checks import check_eager_outputs, check_no_nan, check_static_inputs, plain_attributes, written_by
 from .context_values import moving_tensors, plain_values, problems
 from .entries import Entry
 from .events import Recorder
@@ -178,6 +178,10 @@ class Captures:
                 check_no_nan(result, step.bound)
             return map_leaves(result, _copied) if copy else result
 
+    def wants_largest(self, entry: Entry) -> bool:
+        """Whether the largest bucket of the entry's phase and inputs is to be captured before the entry."""
+        return self._device.wants_largest_first and (entry.phase, entry.signature) not in self._tables
+
     def state_of(self, entry: Entry) -> list[Slot]:
         """The slots of an entry."""
         return [slot for (known, _), slot in list(self._slots.items()) if known is entry]
@@ -254,6 +258,8 @@ class Captures:
             self._drop_stale(slot, why, step.recorder)
         if slot.capture is not None:
             assert slot.observed is not None
+            if slot.work is not None and self._debug:
+                check_static_inputs(slot.work.tensors, tensors, step.bound)
             slot.capture.replay()
             slot.num_replays += 1
             step.recorder.counters.add("replays", scope=step.recorder.scope)

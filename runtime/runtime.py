@@ -161,6 +161,8 @@ class Runtime:
         check_written(program.written_inputs, bound.tensors)
         outputs: Any = NOT_CAPTURED
         if self._captures is not None and entry.captures and program is entry.program:
+            if self._captures.wants_largest(entry):
+                self._capture_largest(self._captures, entry, bound)
             scope = Scope(phase=phase, bucket=entry.bucket, in_step=True)
             step = Step(entry, program, bound, sizes, context, self._recorder.within(scope))
             outputs = self._captures.run(step, copy=copy)
@@ -200,12 +202,29 @@ class Runtime:
                 for bucket in reversed(self.resolved.ladders[each].buckets):
                     entry = self._build(each, bound, bucket, in_step=False)
                     if self._captures is not None and entry.captures:
-                        self._warm_up_capture(self._captures, entry, bound)
+                        self._capture_on_padding(self._captures, entry, bound, in_step=False)
                 above = {**bound.sizes, TOKENS: self.resolved.ladders[each].max + 1}
                 self._build(each, dataclasses.replace(bound, sizes=above), None, in_step=False)
 
-    def _warm_up_capture(self, captures: Captures, entry: Entry, bound: BoundInputs) -> None:
-        scope = Scope(phase=entry.phase, bucket=entry.bucket)
+    def _capture_largest(self, captures: Captures, entry: Entry, bound: BoundInputs) -> None:
+        """Captures a phase's largest bucket before its first step, if it may be run on padding.
+
+        What comes later finds room in the memory that it needed; in order of arrival each larger bucket would add its
+        own.
+        """
+        config, largest = self.config.phase(entry.phase), self.resolved.ladders[entry.phase].max
+        # Not if it would have to be compiled for.
+        if self._example_context is None or config.specialize == "all" or largest in config.specialize:
+            return
+        try:
+            other = self._build(entry.phase, bound, largest, in_step=True)
+            self._capture_on_padding(captures, other, bound, in_step=True)
+        except Exception as error:  # the step itself does not need it
+            scope = Scope(phase=entry.phase, bucket=largest, in_step=True)
+            self._recorder.within(scope).fallback(f"the largest bucket could not be captured first: {error}")
+
+    def _capture_on_padding(self, captures: Captures, entry: Entry, bound: BoundInputs, *, in_step: bool) -> None:
+        scope = Scope(phase=entry.phase, bucket=entry.bucket, in_step=in_step)
         padding = step_of_padding(bound, self._examples, self._contract)
         sizes = {**padding.sizes, TOKENS: entry.size or padding.num_tokens}
         step = Step(entry, entry.program, padding, sizes, self._example_context, self._recorder.within(scope))

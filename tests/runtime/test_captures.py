@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 import piecework as pw
+from piecework.graphs.buffers import StaticInputs
 from piecework.graphs.piece import CompiledPiece
+from piecework.graphs.tape import TapeDevice
 
 WIDTH = 8
 LAYERS = 3
@@ -169,6 +171,26 @@ def test_padding_that_leaks_is_found_by_the_debug_mode(backend: str) -> None:
     runtime.run("decode", {"x": x_of(4)})
     with pytest.raises(pw.CaptureError, match=r"output '': expected no NaN.*leak"):
         runtime.run("decode", {"x": x_of(3)})
+
+
+@pytest.mark.parametrize("backend", ["full", "breakable", "tc_piecewise"])
+def test_the_debug_mode_looks_at_what_a_replay_reads(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = runtime_of(Mean(), backend, options={"debug_captures": True})
+    runtime.run("decode", {"x": x_of(4)})
+    runtime.run("decode", {"x": x_of(4, 1)})
+    fill = StaticInputs.fill
+
+    def spoiled(self: Any, *arguments: Any) -> Any:
+        tensors = fill(self, *arguments)
+        tensors["x"][1] += 1
+        return tensors
+
+    monkeypatch.setattr(StaticInputs, "fill", spoiled)
+    with pytest.raises(pw.CaptureError, match="input 'x': expected the step's values"):
+        runtime.run("decode", {"x": x_of(4)})
+    monkeypatch.setattr(StaticInputs, "fill", lambda self, bound, bucket: {"x": fill(self, bound, bucket)["x"].clone()})
+    with pytest.raises(pw.CaptureError, match="input 'x': expected it at"):
+        runtime.run("decode", {"x": x_of(4)})
 
 
 @pytest.mark.parametrize(("backend", "compiler"), BACKENDS)
@@ -525,3 +547,27 @@ def test_eager_startup_captures_everything_on_nothing_but_padding(backend: str, 
 def test_eager_startup_without_a_context_says_what_to_pass() -> None:
     with pytest.raises(pw.InputError, match="example_context"):
         runtime_of(Toy(), "full", options={"startup": "eager"}, example_inputs={"x": x_of(2)})
+
+
+@pytest.mark.parametrize(("backend", "compiler"), BACKENDS)
+def test_a_lazy_start_captures_the_largest_bucket_first_where_that_saves_memory(
+    backend: str, compiler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TapeDevice, "wants_largest_first", True)
+    model, reference = Toy(), Toy()
+    runtime = runtime_of(model, backend, compiler, **no_tokens())
+    with runtime.counters.expect(captures=2, replays=0):
+        torch.testing.assert_close(step(runtime, 1, 0), plain(reference, 1, 0))
+    captured = [event.scope.bucket for event in runtime.events if event.kind == "capture"]
+    assert captured == [8, 2]
+    with runtime.counters.expect(captures=0, replays=1):
+        torch.testing.assert_close(step(runtime, 7, 1), plain(reference, 7, 1))
+
+
+def test_a_context_that_fits_no_padding_costs_the_largest_bucket_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TapeDevice, "wants_largest_first", True)
+    model, reference = Toy(), Toy()
+    runtime = runtime_of(model, "full", **{**no_tokens(), "example_context": object()})
+    torch.testing.assert_close(step(runtime, 1, 0), plain(reference, 1, 0))
+    assert any("largest bucket could not be captured first" in reason for reason in runtime.counters["fallbacks"])
+    assert runtime.counters["captures"] == 1
