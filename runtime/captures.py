@@ -36,7 +36,7 @@ from .memory import CaptureBudget
 from .programs import AnyProgram, EagerProgram
 from .static_context import AddressKey, ContextDoesNotFit, StaticContext
 from .step import inside_step
-from .step_context import pad_context
+from .step_context import pad_context, warn_of_forgotten
 
 MAX_SLOTS = 4
 """Captures of one entry, for models with dynamic dims beside `tokens`: one for each set of their sizes."""
@@ -242,6 +242,7 @@ class Captures:
         if slot.backend is Backend.FULL:
             return table.context.fill(step.context, step.bound, size)
         if slot.backend is Backend.BREAKABLE:
+            warn_of_forgotten(step.context, step.bound, size, step.recorder.warn)
             return table.context.fill_tokens_only(step.context, step.bound, size)
         return pad_context(step.context, step.bound, size, self._contract, step.recorder.warn)
 
