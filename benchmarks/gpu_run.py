@@ -51,8 +51,18 @@ def main() -> int:
 def tests(out: Path, logs: Path) -> str:
     """tests/gpu; what failed is printed."""
     log = logs / "tests.log"
-    command = ["-m", "pytest", "-q", "-m", "gpu", "--durations=8", "--tb=short", str(ROOT / "tests" / "gpu")]
-    status = run(command, log, timeout_s=240)
+    command = [
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "gpu",
+        "--durations=8",
+        "--tb=short",
+        "--timeout=80",
+        str(ROOT / "tests" / "gpu"),
+    ]
+    status = run(command, log, timeout_s=210)
     text = log.read_text()
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|errors?|skipped)", text[-300:])}
     if status != 0:
@@ -90,7 +100,7 @@ def run(command: list[str], log: Path, *, timeout_s: float) -> int:
 
 PARTS: dict[str, Callable[[Path, Path], str]] = {
     "tests": tests,
-    "capture": benchmark("bench_capture", "--device", "cuda", timeout_s=170),
+    "capture": benchmark("bench_capture", "--device", "cuda", "--max-seconds", "75", timeout_s=140),
     "exec_update": benchmark("probe_exec_update", timeout_s=60),
     "trace": benchmark("bench_trace", "--device", "cuda", timeout_s=120),
 }

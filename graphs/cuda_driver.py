@@ -28,14 +28,17 @@ class CudaDriver:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
+        # The third version has one more result, which is not wanted either.
+        version, num_unwanted = ("_v2", 2) if hasattr(library, "cuStreamGetCaptureInfo_v2") else ("_v3", 3)
+        self._capture_info = getattr(library, f"cuStreamGetCaptureInfo{version}")
+        self._unwanted = (None,) * num_unwanted
 
     def capture(self, stream: int) -> tuple[CaptureState, int]:
         """The state of a stream's capture, and how many nodes its graph has so far (0 if it is not active)."""
         state, capture_id, num_nodes = ctypes.c_int(0), ctypes.c_uint64(0), ctypes.c_size_t(0)
         graph = ctypes.c_void_p()
-        status = self._library.cuStreamGetCaptureInfo_v2(
-            ctypes.c_void_p(stream), ctypes.byref(state), ctypes.byref(capture_id), ctypes.byref(graph), None, None
-        )
+        found = (state, capture_id, graph)
+        status = self._capture_info(ctypes.c_void_p(stream), *map(ctypes.byref, found), *self._unwanted)
         if status != 0:
             return CaptureState.INVALIDATED, 0
         if state.value == CaptureState.ACTIVE:
@@ -62,8 +65,8 @@ def load_driver() -> CudaDriver | None:
     """The driver of this process, or None where there is none that looks like one (such as under ROCm)."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
-        for name in ("cuStreamGetCaptureInfo_v2", "cuGraphGetNodes", "cuStreamEndCapture", "cuStreamBeginCapture_v2"):
+        for name in ("cuGraphGetNodes", "cuGraphDestroy", "cuStreamEndCapture", "cuStreamBeginCapture_v2"):
             getattr(library, name)
+        return CudaDriver(library)
     except (OSError, AttributeError):
         return None
-    return CudaDriver(library)

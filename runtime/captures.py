@@ -267,7 +267,13 @@ class Captures:
             return slot.capture.outputs, slot.observed.structure
         if slot.refused is not None or not self._budget.may_try(slot):
             step.recorder.fallback(slot.refused or "no room for a capture: other buckets are more useful")
-            return step.program.flat(tensors, step.sizes)
+            if step.entry.was_watched:
+                return step.program.flat(tensors, step.sizes)
+            with written_by(step.program, tensors) as written:
+                result = step.program.flat(tensors, step.sizes)
+            step.entry.written_inputs |= written
+            step.entry.was_watched = True
+            return result
         return self._first_run(slot, table, step, tensors, context)
 
     def _first_run(
@@ -277,6 +283,7 @@ class Captures:
         work = self._work(slot, table, step, tensors, context)
         with written_by(step.program, tensors) as written:
             outputs, observed = _BACKENDS[slot.backend].observe(work)
+        step.entry.was_watched = True
         if step.program.rows is None:
             check_eager_outputs(observed.structure, outputs, self._outputs, step.sizes[TOKENS])
         if written - step.entry.written_inputs:

@@ -32,6 +32,8 @@ class Entry:
     """Whether its steps are to be captured, by the phase's backend."""
     written_inputs: set[str] = dataclasses.field(default_factory=set)
     """Inputs that its program was seen to write, where no trace says so."""
+    was_watched: bool = False
+    """Whether a padded run of it was looked at for that."""
 
 
 EntryKey = tuple[Phase, Signature, int | None]

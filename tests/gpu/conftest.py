@@ -80,7 +80,7 @@ class GpuKit:
     """What the tests here share: modules of tests cannot import each other."""
 
     device, on_tape, backends, hidden = DEVICE, ON_TAPE, BACKENDS, HIDDEN
-    StepContext, Toy, Layer = StepContext, Toy, Layer
+    Toy, Layer = Toy, Layer
     mix = staticmethod(mix)
     dynamic_dims: Mapping[str, Any] = {"input_ids": {0: "tokens"}, "positions": 0}
 

@@ -157,7 +157,7 @@ def test_two_runtimes_in_two_threads(gpu: Any, cuda_only: None) -> None:
 
 
 def synchronising_model(gpu: Any) -> torch.nn.Module:
-    class Synchronising(gpu.Toy):
+    class Synchronising(gpu.Toy):  # type: ignore[misc]
         def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
             x = super().forward(input_ids, positions)
             if self.waits:

@@ -256,7 +256,9 @@ def test_capturing_makes_no_workspace_in_the_pool(device: CudaDevice) -> None:
 
 
 def test_a_side_thread_neither_disturbs_nor_is_disturbed(device: CudaDevice) -> None:
-    stop, errors, rounds = threading.Event(), [], []
+    stop = threading.Event()
+    errors: list[BaseException] = []
+    rounds: list[int] = []
 
     def other() -> None:
         try:

@@ -9,7 +9,7 @@ import contextlib
 import gc
 import itertools
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ import torch
 from piecework.errors import CaptureError, NotAvailableError
 from piecework.graphs import cuda
 from piecework.graphs.cuda import CudaDevice, CudaSession, gc_paused
-from piecework.graphs.cuda_driver import CaptureState
+from piecework.graphs.cuda_driver import CaptureState, CudaDriver
 from piecework.graphs.cuda_pool import CudaPool
 from piecework.graphs.model_line import model_line
 
@@ -28,6 +28,9 @@ class World:
     """One stream's capture, as CUDA and as torch see it."""
 
     def __init__(self) -> None:
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
         self.state = NONE
         self.num_nodes = 0
         self.torch_records_into: tuple[int, int] | None = None
@@ -125,7 +128,7 @@ class Fake:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
-    WORLD.__init__()
+    WORLD.begin_anew()
     fake = Fake()
     numbers = itertools.count(1)
     for name, value in {
@@ -321,6 +324,158 @@ def test_without_a_device_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
     with pytest.raises(NotAvailableError, match="got cudaMallocAsync; take backend: out of PYTORCH_CUDA_ALLOC_CONF"):
         CudaDevice("cuda:0")
+
+
+class Event:
+    """Notes what happens to it, in the log that all events share."""
+
+    log: ClassVar[list[str]] = []
+
+    def record(self, stream: Stream) -> None:
+        self.log.append(f"recorded on {stream.stream_id}")
+
+
+class OwnStream:
+    """`CaptureStream` without a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream, self.scratch = Stream(7), Scratch()
+
+    def warm_up(self) -> None:
+        pass
+
+
+@pytest.fixture
+def device(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
+    """A device without a device; the caller's stream is number 1."""
+    fake.current, fake.is_capturing = Stream(1), False
+    fake.current.wait_event = lambda event: Event.log.append(f"{fake.current.stream_id} waited")
+    Event.log.clear()
+    for name, value in {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "get_allocator_backend": lambda: "native",
+        "device": lambda device: contextlib.nullcontext(),
+        "Event": Event,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(cuda, "CaptureStream", OwnStream)
+    monkeypatch.setattr(cuda, "_idle_streams", {})
+    return CudaDevice("cuda:0")
+
+
+def test_a_step_on_another_stream_waits_for_the_one_before(device: CudaDevice, fake: Fake) -> None:
+    def step(number: int) -> None:
+        fake.current.stream_id = fake.current.cuda_stream = number
+        with device.exclusive():
+            Event.log.append("step")
+
+    for number in (1, 1, 2):
+        step(number)
+    with pytest.raises(ZeroDivisionError), device.exclusive():
+        raise ZeroDivisionError
+    assert Event.log == [
+        *("step", "recorded on 1"),
+        *("step", "recorded on 1"),
+        *("2 waited", "step", "recorded on 2"),
+        "recorded on 2",
+    ]
+
+
+def test_a_capture_follows_the_callers_work_and_precedes_what_comes(device: CudaDevice, fake: Fake) -> None:
+    with device.session(device.open_pool()) as session:
+        assert not gc.isenabled()
+        assert session._stream.waited == [1]
+        fake.record(session)
+    assert gc.isenabled()
+    assert fake.current.waited == [7]
+
+
+def test_what_torch_refuses_in_a_capture_is_a_capture_error(device: CudaDevice, fake: Fake) -> None:
+    pool, x = device.open_pool(), torch.ones(3)
+
+    def capture(is_open: bool = True) -> None:
+        with device.session(pool) as session:
+            if is_open:
+                session.begin()
+                WORLD.state = INVALIDATED
+            x.reshape(-7)
+
+    with pytest.raises(CaptureError, match="only launches kernels, but .*cannot be recorded: .*split op") as caught:
+        capture()
+    assert caught.value.line is not None
+    assert caught.value.line.startswith(__file__)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert gc.isenabled()
+    with pytest.raises(RuntimeError, match="shape"):
+        capture(is_open=False)
+    with device.session(pool) as session:
+        fake.record(session).replay()
+
+
+def test_the_models_own_errors_come_through(device: CudaDevice, fake: Fake) -> None:
+    pool = device.open_pool()
+
+    def capture() -> None:
+        with device.session(pool) as session:
+            session.begin()
+            raise KeyError("model")
+
+    with pytest.raises(KeyError, match="model"):
+        capture()
+    assert (WORLD.state, WORLD.torch_records_into) == (NONE, None)
+    with device.session(pool) as session:
+        session.begin()  # and never ended
+    assert (WORLD.state, WORLD.torch_records_into) == (NONE, None)
+
+
+def test_a_capture_inside_a_capture_is_refused(device: CudaDevice, fake: Fake) -> None:
+    fake.is_capturing = True
+    with pytest.raises(CaptureError, match="a stream that is not being captured, got one that is"):
+        device.session(device.open_pool()).__enter__()
+
+
+def test_a_device_that_is_gone_leaves_its_stream_to_the_next(device: CudaDevice) -> None:
+    def stream_of(own: CudaDevice) -> object:
+        with own.session(own.open_pool()) as session:
+            return session._stream
+
+    first = stream_of(device)
+    other = CudaDevice("cuda:0")
+    assert stream_of(other) is not first, "the first one is in use"
+    second = stream_of(other)
+    del other
+    gc.collect()
+    assert stream_of(CudaDevice("cuda:0")) is second
+
+
+class Library:
+    """libcuda, as far as the driver asks it: a capture with `num_nodes` nodes."""
+
+    def __init__(self, state: int, num_nodes: int, info: str, num_results: int, status: int = 0) -> None:
+        self._state, self._num_nodes, self._num_results, self._status = state, num_nodes, num_results, status
+        setattr(self, info, self._capture_info)
+
+    def _capture_info(self, stream: Any, state: Any, *results: Any) -> int:
+        assert len(results) == self._num_results
+        state._obj.value = self._state
+        return self._status
+
+    def cuGraphGetNodes(self, graph: Any, nodes: Any, num_nodes: Any) -> int:
+        num_nodes._obj.value = self._num_nodes
+        return 0
+
+
+@pytest.mark.parametrize(("info", "num_results"), [("cuStreamGetCaptureInfo_v2", 4), ("cuStreamGetCaptureInfo_v3", 5)])
+def test_the_driver_tells_the_state_of_a_capture(info: str, num_results: int) -> None:
+    def capture(state: int, num_nodes: int, status: int = 0) -> tuple[CaptureState, int]:
+        return CudaDriver(Library(state, num_nodes, info, num_results, status)).capture(7)
+
+    assert capture(0, 5) == (NONE, 0)
+    assert capture(1, 5) == (ACTIVE, 5)
+    assert capture(1, 0) == (ACTIVE, 0)
+    assert capture(2, 5) == (INVALIDATED, 0)
+    assert capture(1, 5, status=999) == (INVALIDATED, 0), "what the driver cannot tell is no good capture"
 
 
 class Model(torch.nn.Module):

@@ -58,7 +58,7 @@ def test_a_compiled_callable_runs_at_replay_and_not_while_recording() -> None:
 def test_a_call_that_writes_and_returns_its_arguments() -> None:
     def function(x: torch.Tensor, y: torch.Tensor) -> list[Any]:
         x.add_(1)
-        return [x[1:], x + y, 7, (y > 0)]
+        return [x[1:], x + y, 7, y > 5, y.int()]
 
     def inputs() -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros(3), torch.ones(3)
@@ -68,17 +68,20 @@ def test_a_call_that_writes_and_returns_its_arguments() -> None:
     x, y = inputs()
     with DEVICE.session(DEVICE.open_pool()) as session:
         session.begin()
-        tail, total, number, mask = session.call(function, [x, y], layout)
+        tail, total, number, mask, whole = session.call(function, [x, y], layout)
         segment = session.end()
     assert (number, x.tolist()) == (7, [0.0, 0.0, 0.0])
     assert tail.data_ptr() == x[1:].data_ptr()
     assert total.isnan().all()
+    assert mask.all()
+    assert (whole == torch.iinfo(torch.int32).min).all()
     segment.replay()
     segment.replay()
     assert torch.equal(x, torch.full((3,), 2.0))
     assert torch.equal(tail, torch.full((2,), 2.0))
     assert torch.equal(total, torch.full((3,), 3.0))
-    assert mask.all()
+    assert not mask.any()
+    assert torch.equal(whole, torch.ones(3, dtype=torch.int32))
 
 
 def test_a_call_sees_the_modes_of_its_capture_and_no_mode_of_the_tape() -> None:

@@ -113,7 +113,7 @@ PROGRAMS: dict[str, Callable[[torch.Tensor], Any]] = {
     "matmuls": lambda x: (x @ x.t(), torch.bmm(x[None], x.t()[None]), torch.einsum("ij,kj->ki", x, x), x @ x[0]),
     "softmax": lambda x: (x.softmax(-1), x.log_softmax(0), x.logsumexp(0), F.gelu(x), F.gelu(x, approximate="tanh")),
     "norms": lambda x: (F.rms_norm(x, (8,)), F.layer_norm(x, (8,)), F.group_norm(x[None], 2), x.var(0), x.mean()),
-    "sdpa": lambda x: F.scaled_dot_product_attention(*[x.view(1, 2, 6, 4)] * 3, attn_mask=torch.ones(6, 6).tril() > 0),
+    "sdpa": lambda x: _attention(x.view(1, 2, 6, 4)),
     "indexing": lambda x: (x[x.argmax(0)], x.index_select(1, x.argmin(1)), x.gather(1, x.argsort(1)), x[..., ::2]),
     "scatter": lambda x: (
         torch.zeros(6, 8).scatter_(1, x.argsort(1), x),
@@ -164,6 +164,11 @@ PROGRAMS: dict[str, Callable[[torch.Tensor], Any]] = {
     "dropout": lambda x: F.dropout(x, 0.5, training=False),
     "profiled": lambda x: _profiled(x),
 }
+
+
+def _attention(q: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    mask = torch.ones(6, 6).tril() > 0
+    return tuple(F.scaled_dot_product_attention(q, q, q, attn_mask=m) for m in (None, mask, mask.float()))
 
 
 def _profiled(x: torch.Tensor) -> torch.Tensor:
