@@ -36,7 +36,13 @@ from piecework.runtime.engine.kv_cache import allocate_kv_cache
 from piecework.runtime.engine.models import build_model
 from piecework.runtime.engine.rope import Rope
 
-WAYS = (("full", "eager"), ("tc_piecewise", "aot_eager"), ("breakable", "eager"), ("tc_piecewise", "inductor"))
+WAYS = (
+    ("full", "eager"),
+    ("tc_piecewise", "aot_eager"),
+    ("full", "inductor"),
+    ("tc_piecewise", "inductor"),
+    ("breakable", "eager"),
+)
 BLOCK_SIZE = 16
 MIB = 1 << 20
 

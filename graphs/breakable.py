@@ -6,7 +6,7 @@ happen, and begins the next one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,17 @@ from ..ops import registry
 from .capture import Observed, Work, reserve_arguments, reserve_outputs, reserve_results, store_outputs
 from .device import Segment, Session
 from .layouts import CallLayout, TensorLayout
+from .memory import tensors_in
 from .model_line import calling_line
-from .split_calls import Slot, SplitCall, map_arguments, memory_address, results_of, tensor_arguments
+from .split_calls import (
+    Slot,
+    SplitCall,
+    map_arguments,
+    memory_address,
+    results_at,
+    tensor_arguments,
+    written_addresses,
+)
 
 
 def observe(work: Work) -> tuple[Sequence[Any], Observed]:
@@ -50,6 +59,7 @@ class _SplitOpMode(TorchDispatchMode):
         self.work = work
         self.observed = observed
         self.num_calls = 0
+        self._split_ops = {id(op) for op in registry.REGISTRY.ops}  # hashing an operator costs as much as all the rest
         self._made: set[int] = set()
         """Addresses of memory that the forward's operators allocated."""
         self._blank: set[int] = set()
@@ -59,7 +69,7 @@ class _SplitOpMode(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in registry.REGISTRY.ops:
+        if id(func) in self._split_ops:
             self.num_calls += 1
             return self.split_call(f"{func._schema.name} #{self.num_calls}", func, args, kwargs)
         self.before(func, args, kwargs)
@@ -79,12 +89,10 @@ class _SplitOpMode(TorchDispatchMode):
         return memory_address(tensor) in self._made
 
     def _note(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], returned: Any) -> None:
-        taken: set[int] = set()
-        for slot, tensor in tensor_arguments(op, args, kwargs):
-            taken.add(memory_address(tensor))
-            if slot.is_written:
-                self._blank.discard(memory_address(tensor))
-        made = {memory_address(tensor) for tensor in _tensors(returned)} - taken - {0}
+        taken = {memory_address(t) for value in (*args, *kwargs.values()) for t in tensors_in(value)}
+        if op._schema.is_mutable:
+            self._blank -= written_addresses(op, args, kwargs)
+        made = {memory_address(tensor) for tensor in tensors_in(returned)} - taken - {0}
         self._made |= made
         if op.overloadpacket in _EMPTY:
             self._blank |= made
@@ -100,7 +108,7 @@ class _Watching(_SplitOpMode):
         returned = op(*args, **kwargs)
         reserve_results(self.work, op, returned)
         self.observed.note(name, args, returned)
-        self._made |= {memory_address(tensor) for tensor in _tensors(returned)} - {0}
+        self._made |= {memory_address(tensor) for tensor in tensors_in(returned)} - {0}
         return returned
 
 
@@ -118,7 +126,7 @@ class _Breaking(_SplitOpMode):
         self.session.saw_stream()
         if not self.work.moving:
             return
-        for _, tensor in tensor_arguments(op, args, kwargs):
+        for tensor in (t for value in (*args, *kwargs.values()) for t in tensors_in(value)):
             what = self.work.moving.get(memory_address(tensor))
             if what is not None:
                 raise CaptureError(
@@ -150,12 +158,7 @@ class _Breaking(_SplitOpMode):
             return buffer
 
         args, kwargs = map_arguments(op, args, kwargs, staged)
-        results = [
-            self.work.stages.find(Slot(op._schema.name, "result", i), output)
-            if isinstance(output, TensorLayout)
-            else output
-            for i, output in enumerate(layout.outputs)
-        ]
+        results = results_at(self.work.stages, op, layout.outputs)
         self.steps += [self.session.end(), SplitCall(op, args, kwargs, results)]
         self.session.begin()
         for tensor, buffer in back:
@@ -197,6 +200,3 @@ _EMPTY = frozenset(
     getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 )
 
-
-def _tensors(returned: Any) -> Iterator[torch.Tensor]:
-    return (item for item in results_of(returned) if isinstance(item, torch.Tensor))

@@ -51,7 +51,7 @@ class Work:
         return Stages(self.buffers, self.bucket)
 
     def owned_addresses(self) -> set[int]:
-        """Addresses of memory that outlives a replay: of the inputs, the context, the model, and what it reads elsewhere."""
+        """Addresses of memory that outlives a replay: of the inputs, the context, the model and its constants."""
         bindings = self.forward.bindings
         tensors = [*self.tensors.values(), *bindings.model_tensors(), *bindings.frozen_tensors]
         return {memory_address(tensor) for tensor in tensors} | self.owned
@@ -73,6 +73,14 @@ class Observed:
         self.calls[name] = CallLayout.observe(arguments, results_of(returned))
         if isinstance(returned, torch.Tensor):
             self.lone.add(name)
+
+
+def call_watched(work: Work, call: Callable[..., Any], arguments: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Calls a piece or a split op in the run before a capture, as the debug mode wants to see it."""
+    watch = getattr(work.forward, "watch", None)
+    if watch is not None and isinstance(call, OpOverload):
+        call = watch(call)
+    return call(*arguments, **kwargs)
 
 
 def reserve_outputs(work: Work, outputs: Sequence[Any]) -> None:

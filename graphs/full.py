@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ops import registry
 from ..ops.capturing import capturing_whole, refuse_uncapturable
-from .capture import Observed, Work, reserve_outputs, store_outputs
+from .capture import Observed, Work, call_watched, reserve_outputs, store_outputs
 from .device import Segment, Session
 from .program import Program
 from .split_calls import SplitCall
@@ -22,7 +22,7 @@ def observe(work: Work) -> tuple[Sequence[Any], Observed]:
     observed = Observed()
 
     def hook(name: str, call: Any, arguments: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        returned = call(*arguments, **kwargs)
+        returned = call_watched(work, call, arguments, kwargs)
         if registry.match(call) is None:
             observed.note(name, arguments, returned)
         return returned

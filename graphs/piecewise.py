@@ -7,7 +7,8 @@ done once, on the tensors of the capture.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +16,21 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from ..ops import registry
-from .capture import Observed, Work, reserve_arguments, reserve_outputs, reserve_results, store_outputs
+from .capture import Observed, Work, call_watched, reserve_arguments, reserve_outputs, reserve_results, store_outputs
 from .device import Segment, Session
 from .layouts import TensorLayout
-from .memory import memories_of
 from .program import Program
-from .split_calls import Slot, SplitCall, map_arguments, memory_address, tensor_arguments, written_addresses
+from .root_memory import Memories
+from .split_calls import (
+    Slot,
+    SplitCall,
+    map_arguments,
+    memory_address,
+    results_at,
+    tensor_arguments,
+    written_addresses,
+)
+from .stitched import PiecewiseGraph
 
 
 def observe(work: Work) -> tuple[Sequence[Any], Observed]:
@@ -32,7 +42,7 @@ def observe(work: Work) -> tuple[Sequence[Any], Observed]:
         op = registry.match(call)
         if op is not None:
             reserve_arguments(work, op, arguments, kwargs, lambda tensor: memory_address(tensor) not in owned)
-        returned = call(*arguments, **kwargs)
+        returned = call_watched(work, call, arguments, kwargs)
         if op is not None:
             reserve_results(work, op, returned)
         observed.note(name, arguments, returned)
@@ -57,17 +67,18 @@ class _Plan:
 
     done_at: Mapping[Node, Sequence[Node]]
     """Node -> the values that nobody uses after it."""
-    last_use: Mapping[int, int]
-    """Memory, as `memories_of` numbers it -> the index of the last node that takes a value in it."""
+    memories: Mapping[Node, Memories]
+    last_use: Mapping[Hashable, int]
+    """Memory -> the index of the last node that takes a value in it."""
     next_call: Mapping[Node, float]
     """Split op -> the index of the operator's next call."""
     followers: Mapping[Node, Sequence[tuple[Node, OpOverload]]]
     """Split op -> the split ops that come before the next piece."""
 
     @classmethod
-    def of(cls, root: Graph) -> _Plan:
+    def of(cls, root: Graph, memories: Mapping[Node, Memories]) -> _Plan:
         last_user: dict[Node, Node] = {}
-        last_use: dict[int, int] = {}
+        last_use: dict[Hashable, int] = {}
         next_call: dict[Node, float] = {}
         followers: dict[Node, Sequence[tuple[Node, OpOverload]]] = {}
         coming: dict[OpOverload, int] = {}
@@ -76,7 +87,7 @@ class _Plan:
         for index, node in reversed(list(enumerate(nodes))):
             for argument in node.all_input_nodes:
                 last_user.setdefault(argument, node)
-                for memory in memories_of(argument):
+                for memory in memories[argument]:
                     last_use.setdefault(memory, index)
             op = registry.match(node.target)
             if node.op == "call_module":
@@ -89,11 +100,22 @@ class _Plan:
         done_at: dict[Node, list[Node]] = {}
         for value, user in last_user.items():
             done_at.setdefault(user, []).append(value)
-        return cls(done_at=done_at, last_use=last_use, next_call=next_call, followers=followers)
+        return cls(done_at=done_at, memories=memories, last_use=last_use, next_call=next_call, followers=followers)
 
     def outlives(self, value: Node, call: Node) -> bool:
         """Whether something in the memory of `value` is in use when the operator of `call` is called again."""
-        return any(self.last_use.get(memory, -1) >= self.next_call[call] for memory in memories_of(value))
+        return any(self.last_use.get(memory, -1) >= self.next_call[call] for memory in self.memories[value])
+
+
+_PLANS: weakref.WeakKeyDictionary[PiecewiseGraph, _Plan] = weakref.WeakKeyDictionary()
+"""Not by the root: a plan's nodes hold that."""
+
+
+def _plan_of(graph: PiecewiseGraph) -> _Plan:
+    plan = _PLANS.get(graph)
+    if plan is None:
+        plan = _PLANS[graph] = _Plan.of(graph.split.root, graph.memories)
+    return plan
 
 
 class _Walk:
@@ -105,9 +127,11 @@ class _Walk:
         self._observed = observed
         self._program = program
         self._root = program.graph.split.root
-        self._plan = _Plan.of(self._root)
+        self._plan = _plan_of(program.graph)
         self._owned = work.owned_addresses()
         self._values: dict[Node, Any] = {}
+        self._captured: dict[Node, None] = {}
+        """Those of them that are no placeholders, whose memory has owners."""
         self._steps: list[Segment | SplitCall] = []
         self._is_open = False
         self._staged: dict[tuple[Node, Slot], torch.Tensor] = {}
@@ -134,8 +158,11 @@ class _Walk:
                 self._values[node] = self._split_call(node, op)
             else:
                 self._values[node] = self._glue(node)
+            if node.op != "placeholder":
+                self._captured[node] = None
             for done in self._plan.done_at.get(node, ()):
                 del self._values[done]  # the capture may have its memory again
+                self._captured.pop(done, None)
         return self._steps, outputs
 
     def _arguments(self, node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -191,7 +218,7 @@ class _Walk:
             return buffer
 
         args, kwargs = map_arguments(op, args, kwargs, staged)
-        results = self._results(node, op)
+        results = results_at(self._work.stages, op, self._observed.calls[node.name].outputs)
         self._steps.append(SplitCall(op, args, kwargs, results))
         for tensor, buffer in handed:
             self._hand_over(node, tensor, buffer)
@@ -252,7 +279,7 @@ class _Walk:
     def _hand_over(self, node: Node, tensor: torch.Tensor, buffer: torch.Tensor) -> None:
         """Lets what comes later see what a split op writes into the buffer that stands for `tensor`."""
         address = memory_address(tensor)
-        users = {key: value for key, value in self._values.items() if address in _addresses(value)}
+        users = {key: self._values[key] for key in self._captured if address in _addresses(self._values[key])}
         same = all(isinstance(value, torch.Tensor) and _look_alike(value, buffer) for value in users.values())
         offsets = {value.data_ptr() for value in users.values() if isinstance(value, torch.Tensor)}
         if same and len(offsets) <= 1 and not any(self._plan.outlives(key, node) for key in users):
@@ -261,15 +288,6 @@ class _Walk:
             self._owned.add(memory_address(buffer))
         else:
             self._to_restore.append((tensor, buffer))
-
-    def _results(self, node: Node, op: OpOverload) -> list[Any]:
-        """Where a split op's results go."""
-        return [
-            self._work.stages.find(Slot(op._schema.name, "result", i), output)
-            if isinstance(output, TensorLayout)
-            else output
-            for i, output in enumerate(self._observed.calls[node.name].outputs)
-        ]
 
     def _lasting(self, node: Node, result: Any) -> Any:
         """The result; a copy in the capture's own memory if it is in use when the operator is called again."""

@@ -51,7 +51,8 @@ class Program:
         self.bindings = graph.traced.bindings
         self.calls = calls
         """Name of a piece -> what is called for it."""
-        self._watch: Watch | None = None
+        self.watch: Watch | None = None
+        """What the debug mode has around every split op."""
         self._forward = _link(graph.split.root, calls)
         self._hooked: Callable[..., Sequence[Any]] | None = None
         self._hook: Hook | None = None
@@ -88,7 +89,7 @@ class Program:
 
         Args:
             hook: called as `hook(name, call, arguments, kwargs)` in place of each piece and split op; `name` is that
-                of its node in the root graph. Of one thread at a time.
+                of its node in the root graph, `call` the operator itself, without `watch`. Of one thread at a time.
         """
         arguments = self.bindings.arguments(tensors, sizes)
         if hook is None:
@@ -102,9 +103,6 @@ class Program:
             self._hook = None
 
     def _call_hook(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        if self._watch is not None and isinstance(call, OpOverload):
-            call = self._watch(call)
-
         def hooked(*arguments: Any, **kwargs: Any) -> Any:
             assert self._hook is not None
             return self._hook(name, call, arguments, kwargs)
@@ -113,7 +111,7 @@ class Program:
 
     def watched(self, watch: Watch) -> None:
         """Relinks the program with `watch(op)` in place of every split op (the debug mode)."""
-        self._watch = watch
+        self.watch = watch
         self._forward = _link(
             self.graph.split.root, self.calls, lambda _, call: watch(call) if isinstance(call, OpOverload) else call
         )

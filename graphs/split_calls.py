@@ -113,6 +113,28 @@ class Stages:
         return found
 
 
+def results_at(stages: Stages, op: OpOverload, outputs: Sequence[Any]) -> list[Any]:
+    """Where the results of a split op go: a buffer for each tensor, anything else as it was.
+
+    Args:
+        outputs: as `CallLayout.outputs` has them.
+
+    Raises:
+        CaptureError: a result is a list, which stands among others.
+    """
+    name = op._schema.name
+    results: list[Any] = []
+    for i, output in enumerate(outputs):
+        if isinstance(output, (list, tuple)):
+            raise CaptureError(
+                f"{name}: result {i}: expected tensors and numbers, got a {type(output).__name__} among them; return "
+                f"its tensors one by one, or one list of all",
+                op=name,
+            )
+        results.append(stages.find(Slot(name, "result", i), output) if isinstance(output, TensorLayout) else output)
+    return results
+
+
 class SplitCall:
     """One call of a split op at each replay, with the step's context."""
 

@@ -25,6 +25,7 @@ from .piece import BuiltPiece, CompiledPieces
 from .program import Program, ProgramKind
 from .propagate import fake_mode_of
 from .recorder import Recorder
+from .root_memory import Memories, output_memories, root_memories
 from .rows import output_rows, reduced_outputs
 from .split import Piece, SplitGraph, split
 from .trace import Traced, TraceFacts
@@ -72,6 +73,7 @@ class PiecewiseGraph:
         self._build = build
         self._built: dict[str, BuiltPiece] = {}
         self._blank_outputs: dict[str, frozenset[int]] = {}
+        self._output_memories: dict[str, tuple[Memories, ...]] = {}
 
     @classmethod
     def from_trace(cls, traced: Traced, contract: InputContract, *, ambient: Sequence[str] = ()) -> PiecewiseGraph:
@@ -123,10 +125,25 @@ class PiecewiseGraph:
 
     def blank_outputs(self, name: str) -> frozenset[int]:
         """Indices of a piece's outputs that nothing was written to."""
-        if name not in self._blank_outputs:
-            piece = next(piece for piece in self.split.pieces if piece.name == name)
-            self._blank_outputs[name] = blank_outputs(self.built(piece).graph_module)
-        return self._blank_outputs[name]
+        key = self.fingerprints[name]
+        if key not in self._blank_outputs:
+            self._blank_outputs[key] = blank_outputs(self.built(self._pieces[name]).graph_module)
+        return self._blank_outputs[key]
+
+    @functools.cached_property
+    def memories(self) -> Mapping[Node, Memories]:
+        """The values of the stitched graph -> the memories that they may lie in."""
+        return root_memories(self.split.root, self._memories_of_outputs)
+
+    def _memories_of_outputs(self, name: str) -> tuple[Memories, ...]:
+        key = self.fingerprints[name]
+        if key not in self._output_memories:
+            self._output_memories[key] = output_memories(self.built(self._pieces[name]).graph_module)
+        return self._output_memories[key]
+
+    @functools.cached_property
+    def _pieces(self) -> Mapping[str, Piece]:
+        return {piece.name: piece for piece in self.split.pieces}
 
     @functools.cached_property
     def data_size(self) -> DataSize | None:

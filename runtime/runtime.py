@@ -213,8 +213,8 @@ class Runtime:
         own.
         """
         config, largest = self.config.phase(entry.phase), self.resolved.ladders[entry.phase].max
-        # Not if it would have to be compiled for.
-        if self._example_context is None or config.specialize == "all" or largest in config.specialize:
+        needs_compile = config.specialize == "all" or largest in config.specialize
+        if entry.bucket == largest or self._example_context is None or needs_compile:
             return
         try:
             other = self._build(entry.phase, bound, largest, in_step=True)

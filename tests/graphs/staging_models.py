@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
+import pytest
 import torch
 from torch import nn
 
 import piecework as pw
+from piecework.errors import CaptureError
 from piecework.graphs import breakable, piecewise
 from piecework.graphs.buffers import Buffers, StaticInputs
 from piecework.graphs.capture import Capture, Work
 from piecework.graphs.inputs import InputContract
+from piecework.graphs.split_calls import SplitCall
 from piecework.graphs.tape import TapeDevice
+from piecework.ops.fused_choice import choose
 from piecework.ops.split_op import split_op
+from piecework.phases import Compiler
+from piecework.runtime.programs import EagerProgram
 
 from .test_fuzz import assert_exactly
 from .toys import CALLS, TOKENS_FIRST, Fn, applied, double, halves, make_program
@@ -32,7 +38,7 @@ def store(k: torch.Tensor, cache: torch.Tensor) -> None:
     cache.mul_(0.5).add_(k.sum(0))
 
 
-@split_op(mutates_args=("out",), name="piecework_stage::attend")
+@split_op(mutates_args=("out",), name="piecework_stage::attend", capturable=True)
 def attend(q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> None:
     """Reads what was stored."""
     CALLS["attend"] += 1
@@ -311,8 +317,8 @@ MODELS: dict[str, Callable[..., Any]] = {
         views_of_one_tensor, results_kept, result_written_later, args_share_what_is_written, blank_parts_are_written,
         stored_then_attended, stored_then_attended_with_glue, one_op_twice_in_a_row, one_op_on_its_own_out,
         one_op_on_its_own_results, two_ops_in_turn, lists_of_tensors, list_returned, returned_as_it_came,
-        out_read_before_the_op_is_called_again, read_after_a_write_in_a_row, other_strides, results_of_other_strides, nothing_in_it, some_rows_are_written, sizes_grow, input_is_written,
-        buffer_is_written, constant_is_written,
+        out_read_before_the_op_is_called_again, read_after_a_write_in_a_row, other_strides, results_of_other_strides,
+        nothing_in_it, some_rows_are_written, sizes_grow, input_is_written, buffer_is_written, constant_is_written,
     )
 }  # fmt: skip
 
@@ -369,23 +375,23 @@ def check(function: Callable[..., Any], backend: str, compiler: str) -> None:
     assert (runtime.counters["captures"], runtime.counters["replays"]) == (2, len(SIZES) - 2)
 
 
-def captured(function: Callable[..., Any], backend: str, compiler: str = "eager", num_tokens: int = 4) -> Capture:
-    """One capture, made without a runtime."""
+def captured(function: Callable[..., Any], backend: str, buffers: Buffers | None = None) -> Capture:
+    """A capture of 4 tokens, made without a runtime; no body runs while it is made."""
+    num_tokens = 4
     model = model_of(function)
     inputs = {"x": padded(num_tokens, 0)}
     contract = InputContract(TOKENS_FIRST)
-    buffers = Buffers(max(BUCKETS))
+    buffers = buffers or Buffers(max(BUCKETS))
     bound = contract.bind(inputs)
-    forward: Any = make_program(model, inputs, compiler=compiler)
+    module, forward = piecewise, cast(Any, None)
     if backend == "breakable":
-        from piecework.ops.fused_choice import choose
-        from piecework.phases import Compiler
-        from piecework.runtime.programs import EagerProgram
-
+        module = breakable
         forward = EagerProgram(model, (), choose((), compiler=Compiler.EAGER, device_type="cpu"))
-    module = {"breakable": breakable, "tc_piecewise": piecewise}[backend]
+    else:
+        forward = make_program(model, inputs)
     device = TapeDevice()
     with torch.inference_mode():
+        CALLS.clear()
         tensors = StaticInputs(contract, buffers).fill(bound, num_tokens)
         work = Work(forward=forward, tensors=tensors, sizes=bound.sizes, bucket=num_tokens, buffers=buffers)
         _, observed = module.observe(work)
@@ -394,3 +400,124 @@ def captured(function: Callable[..., Any], backend: str, compiler: str = "eager"
             capture = Capture(*module.capture(session, work, observed))
     assert not CALLS
     return capture
+
+
+def num_copies(capture: Capture) -> int:
+    """How many copies its segments make."""
+    segments: list[Any] = [step for step in capture.steps if not isinstance(step, SplitCall)]
+    steps = [step for segment in segments for step in segment._recording.steps]
+    return sum(getattr(step, "op", None) is torch.ops.aten.copy_.default for step in steps)
+
+
+def layers_of(num_layers: int) -> Callable[..., Any]:
+    """A model of equal layers with one split op each."""
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(num_layers):
+            q = x * 2
+            out = torch.empty_like(q)
+            attend(q, m.cache, out)
+            x = x + out.relu()
+        return x
+
+    return forward
+
+
+RESULT: list[Any] = []
+"""What `fickle` does differently."""
+
+
+@split_op(mutates_args=(), name="piecework_stage::fickle", fake=lambda x: [x.new_empty(x.shape), x.new_empty(2)])
+def fickle(x: torch.Tensor) -> list[torch.Tensor]:
+    """Two tensors, or what RESULT says."""
+    results = [x + 1, x.new_ones(2)]
+    for change in RESULT:
+        results = change(results)
+    return results
+
+
+CHANGES = {
+    "shape": (lambda r: [r[0], torch.ones(3)], r"expected to return float32\[2\] on cpu, .* got float32\[3\]"),
+    "dtype": (lambda r: [r[0].double(), r[1]], r"expected to return float32\[4, 4\] on cpu, .* got float64\[4, 4\]"),
+    "number": (lambda r: [r[0]], "expected to return 2 results, .* got 1"),
+}
+
+
+def two_results(m: Any, x: torch.Tensor) -> Any:
+    a, b = fickle(x * 2)
+    return a + b.sum(), b
+
+
+def check_changed_result(backend: str, change: str) -> None:
+    """A split op that returns something else at a replay is an error that names it; the next step is right again."""
+    function, message = CHANGES[change]
+    model = model_of(two_results)
+    runtime = runtime_of(model, backend)
+    inputs = {"x": padded(3, 0)}
+    expected = copy.deepcopy(runtime.run("decode", inputs))
+    RESULT.append(function)
+    try:
+        with pytest.raises(CaptureError, match="split op piecework_stage::fickle: " + message) as caught:
+            runtime.run("decode", inputs)
+    finally:
+        RESULT.clear()
+    assert caught.value.op == "piecework_stage::fickle"
+    with runtime.counters.expect(replays=1, steps=1):
+        assert_exactly(runtime.run("decode", inputs), expected)
+
+
+FOREIGN: list[int] = []
+
+
+@torch.library.custom_op("piecework_foreign::scale", mutates_args=("out",))
+def scale(x: torch.Tensor, out: torch.Tensor, by: float) -> None:
+    """An operator of somebody else."""
+    FOREIGN.append(x.shape[0])
+    out.copy_(x * by)
+
+
+def scaled_twice(m: Any, x: torch.Tensor) -> Any:
+    y, out, other = x + 1, torch.empty_like(x), torch.empty_like(x)
+    scale(y, out, 2.0)
+    scale(out.relu(), other, by=-1.0)
+    return out * other
+
+
+def check_foreign(backend: str) -> None:
+    """It runs at each replay and not at the capture, like one of our own."""
+    model = model_of(scaled_twice)
+    runtime = runtime_of(model, backend)
+    for seed, num_tokens in enumerate(SIZES):
+        x = padded(num_tokens, seed)
+        FOREIGN.clear()
+        got = runtime.run("decode", {"x": x[:num_tokens]})
+        assert [len(x)] * 2 == FOREIGN
+        with torch.inference_mode():
+            assert_exactly(got, model(x))
+    assert not runtime.counters["fallbacks"]
+    assert runtime.counters["replays"] == len(SIZES) - 2
+
+
+@split_op(mutates_args=(), name="piecework_stage::mixed", fake=lambda x: (x.new_empty(x.shape), [x.new_empty(x.shape)]))
+def mixed(x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A list among the results."""
+    return x + 1, [x + 2]
+
+
+def list_among_results(m: Any, x: torch.Tensor) -> Any:
+    first, (second,) = mixed(x * 2)
+    return first * second
+
+
+def check_refused(function: Callable[..., Any], backend: str, reason: str, compiler: str = "eager") -> None:
+    """A forward that cannot be captured is right all the same, and counted."""
+    model = model_of(function)
+    runtime = runtime_of(model, backend, compiler)
+    for seed in range(3):
+        x = padded(4, seed)
+        got = runtime.run("decode", {"x": x})
+        with torch.inference_mode():
+            assert_exactly(got, model(x))
+    ((counted, times),) = runtime.counters["fallbacks"].items()
+    assert reason in counted
+    assert (times, runtime.counters["captures"]) == (3, 0)

@@ -3,10 +3,69 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch._ops import OpOverload
 
-from .staging_models import MODELS, check
+from piecework.graphs.buffers import Buffers
+from piecework.graphs.split_calls import SplitCall
+from piecework.ops.split_op import split_op
+
+from .staging_models import (
+    CHANGES,
+    MODELS,
+    captured,
+    check,
+    check_changed_result,
+    check_foreign,
+    check_refused,
+    layers_of,
+    list_among_results,
+    num_copies,
+)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_form_of_argument_and_result(name: str) -> None:
     check(MODELS[name], "breakable", "eager")
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_result_is_an_error(change: str) -> None:
+    check_changed_result("breakable", change)
+
+
+def test_an_operator_of_somebody_else(registry_snapshot: set[OpOverload]) -> None:
+    registry_snapshot.add(split_op.register("piecework_foreign::scale"))
+    check_foreign("breakable")
+
+
+def test_layers_share_the_buffers_and_blank_outs_are_not_copied() -> None:
+    few, many = Buffers(8), Buffers(8)
+    captured(layers_of(2), "breakable", few)
+    capture = captured(layers_of(6), "breakable", many)
+    assert few.num_bytes == many.num_bytes
+    calls = [step for step in capture.steps if isinstance(step, SplitCall)]
+    assert (capture.num_segments, capture.num_split_calls) == (7, 6)
+    assert len({tuple(tensor.data_ptr() for tensor in call.args) for call in calls}) == 1
+    # The query of each layer, what its op wrote, and the output.
+    assert num_copies(capture) == 2 * 6 + 1
+
+
+def test_outputs_are_those_of_the_next_replay() -> None:
+    capture = captured(layers_of(2), "breakable")
+    (output,) = capture.outputs
+    output.fill_(5)
+    with torch.inference_mode():
+        capture.replay()
+        first = output.clone()
+        output.fill_(5)
+        capture.replay()
+    assert torch.equal(output, first)
+    assert not (first == 5).any()
+    capture.release()
+    capture.release()
+    assert not capture.steps
+
+
+def test_a_list_among_results_is_refused() -> None:
+    check_refused(list_among_results, "breakable", "mixed: result 1: expected tensors and numbers, got a list")

@@ -1,4 +1,4 @@
-"""Thousands of random steps on the tape: every result is that of the uncaptured model to the bit, and memory stays flat.
+"""Thousands of random steps on the tape: each result is the uncaptured model's to the bit, and memory stays flat.
 
 Traffic moves from some sizes to others all the time, and there is room for a few captures only, so they are evicted,
 made again and compacted. Between steps other tensors come and go.
@@ -12,7 +12,6 @@ import dataclasses
 import gc
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -35,6 +34,7 @@ ROWS = (1, 2, 5, 8, 13)
 """More than an entry has captures for."""
 MAX_CAPTURES = 8
 BUDGET_BYTES = 500
+"""The largest bucket of prefill needs 512 of a pool."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,9 @@ class Traffic:
     def step(self, index: int) -> OneStep:
         if index % MOVE_EVERY == 0:
             self.favourites = [self.sizes() for _ in range(4)]
-        phase, num_tokens, num_rows = self.random.choice(self.favourites) if self.random.random() < 0.8 else self.sizes()
+        phase, num_tokens, num_rows = (
+            self.random.choice(self.favourites) if self.random.random() < 0.8 else self.sizes()
+        )
         return OneStep(
             phase,
             torch.randn(num_tokens, WIDTH),
@@ -233,12 +235,15 @@ def test_churn(prefill: str, decode: str, compiler: str, limits: dict[str, int])
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, dict(reference.model.named_buffers())[name])
     counters = runtime.counters
-    print(counters, runtime.explain(), samples)
     assert counters["replays"] > NUM_STEPS // 3
-    assert counters["evictions"] >= 1
+    assert counters["evictions"] >= 10
     assert counters["captures"] >= 20
     assert set(counters["fallbacks"]) <= EXPECTED_FALLBACKS
     check_flat(samples)
+    captures = runtime._captures
+    runtime.close()
+    assert captures is not None
+    assert (captures.pool_bytes, captures.buffer_bytes) == (0, 0)
 
 
 TOO_MANY = "too many sizes of the dims beside tokens: not captured"

@@ -562,6 +562,8 @@ def test_a_lazy_start_captures_the_largest_bucket_first_where_that_saves_memory(
     assert captured == [8, 2]
     with runtime.counters.expect(captures=0, replays=1):
         torch.testing.assert_close(step(runtime, 7, 1), plain(reference, 7, 1))
+    with runtime.counters.expect(captures=1, replays=0):  # the step is of the largest bucket itself
+        torch.testing.assert_close(step(runtime, 7, 2, "prefill"), plain(reference, 7, 2))
 
 
 def test_a_context_that_fits_no_padding_costs_the_largest_bucket_only(monkeypatch: pytest.MonkeyPatch) -> None:
