@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from ..errors import InputError
-from .bindings import Bindings, TensorIndex
+from .bindings import Bindings, TensorIndex, layout_of
 
 
 class ModelBindings:
@@ -38,14 +38,23 @@ class Addresses:
 
     A tensor that was replaced or moved (`tensor.data = ...`, `model.half()`) leaves the capture with memory that nobody
     looks at any more.
+
+    Args:
+        with_layouts: compares strides and shapes too. That costs ten times as much, for one who sets a tensor's `data`
+            to another view of the same memory.
     """
 
-    def __init__(self, bindings: Bindings, inputs: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, bindings: Bindings, inputs: Mapping[str, torch.Tensor], *, with_layouts: bool = False) -> None:
         self._bindings = bindings
         self._tensors = bindings.model_tensors()
         self._pointers = [tensor.data_ptr() for tensor in self._tensors]
         self._inputs = dict(inputs)
         self._input_pointers = {name: tensor.data_ptr() for name, tensor in inputs.items()}
+        self._layouts = [layout_of(tensor) for tensor in self._tensors] if with_layouts else None
+
+    def has_input(self, name: str) -> bool:
+        """Whether an input is held where it is, and not copied."""
+        return name in self._inputs
 
     def moved(self, inputs: Mapping[str, torch.Tensor]) -> str | None:
         """What is no longer where it was, in words; None when everything is.
@@ -62,6 +71,10 @@ class Addresses:
             paths = self._bindings.model_paths
             moved = next(path for path, new, old in zip(paths, pointers, self._pointers, strict=True) if new != old)
             return f"the model's tensor {moved} was replaced or moved"
+        if self._layouts is not None:
+            for path, tensor, layout in zip(self._bindings.model_paths, tensors, self._layouts, strict=True):
+                if layout_of(tensor) != layout:
+                    return f"the model's tensor {path} has another layout than before"
         if tensors is not self._tensors:
             self._tensors = tensors  # other objects over the same memory
         for name, pointer in self._input_pointers.items():

@@ -92,6 +92,8 @@ class _SplitOpMode(TorchDispatchMode):
         taken = {memory_address(t) for value in (*args, *kwargs.values()) for t in tensors_in(value)}
         if op._schema.is_mutable:
             self._blank -= written_addresses(op, args, kwargs)
+        if op is torch.ops.aten.lift_fresh.default:
+            taken.clear()  # a tensor of Python's numbers, which nobody holds yet
         made = {memory_address(tensor) for tensor in tensors_in(returned)} - taken - {0}
         self._made |= made
         if op.overloadpacket in _EMPTY:
@@ -104,6 +106,7 @@ class _Watching(_SplitOpMode):
     """Makes the buffers for the split ops' arguments and results while they run."""
 
     def split_call(self, name: str, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.observed.written |= written_addresses(op, args, kwargs)
         reserve_arguments(self.work, op, args, kwargs, self.is_scratch)
         returned = op(*args, **kwargs)
         reserve_results(self.work, op, returned)
@@ -199,4 +202,3 @@ class _Breaking(_SplitOpMode):
 _EMPTY = frozenset(
     getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 )
-

@@ -26,7 +26,7 @@ class Buffers:
     """
 
     def __init__(self, max_num_tokens: int, *, keeps_replaced: bool = True) -> None:
-        self._max_num_tokens = max_num_tokens
+        self.max_num_tokens = max_num_tokens
         self._keeps_replaced = keeps_replaced
         self._memories: dict[tuple[Hashable, torch.device], torch.UntypedStorage] = {}
         self._replaced_bytes = 0
@@ -35,7 +35,8 @@ class Buffers:
     @property
     def num_bytes(self) -> int:
         """Bytes of all buffers, also of replaced ones that are kept."""
-        return sum(memory.nbytes() for memory in self._memories.values()) + self._replaced_bytes
+        # A list, since another thread may ask.
+        return sum(memory.nbytes() for memory in list(self._memories.values())) + self._replaced_bytes
 
     def tensor(self, name: Hashable, layout: TensorLayout, bucket: int) -> torch.Tensor:
         """The tensor of this layout at the start of the buffer `name`; the same object for the same arguments.
@@ -71,8 +72,8 @@ class Buffers:
         return self._tensors.get((name, layout))
 
     def _largest(self, layout: TensorLayout, bucket: int) -> int:
-        grows = bucket < self._max_num_tokens and any(size and size % bucket == 0 for size in layout.shape)
-        return -(-layout.num_bytes * self._max_num_tokens // bucket) if grows else layout.num_bytes
+        grows = bucket < self.max_num_tokens and any(size and size % bucket == 0 for size in layout.shape)
+        return -(-layout.num_bytes * self.max_num_tokens // bucket) if grows else layout.num_bytes
 
 
 def _allocate(num_bytes: int, device: torch.device) -> torch.UntypedStorage:
@@ -97,16 +98,17 @@ class StaticInputs:
         Raises:
             InputError: an input cannot hold its pad value.
         """
-        return {
-            name: tensor if name in self.by_address else self._fill(name, tensor, bucket)
-            for name, tensor in bound.tensors.items()
-        }
+        with torch.no_grad():  # a caller's graph of gradients would stay with the buffers
+            return {
+                name: tensor if name in self.by_address else self._fill(name, tensor, bucket)
+                for name, tensor in bound.tensors.items()
+            }
 
     def _fill(self, name: str, tensor: torch.Tensor, bucket: int) -> torch.Tensor:
         dims = self._contract.dynamic_dims.get(name, {})
         if not dims:
-            static = self._buffers.tensor(("input", name), TensorLayout.of(tensor).dense(), bucket)
-            return static.copy_(tensor)
+            layout = TensorLayout.of(tensor).dense()
+            return self._buffers.tensor(("input", name), layout, self._buffers.max_num_tokens).copy_(tensor)
         value = self._contract.pad.get(name, 0)
         check_pad(name, tensor, value)
         layout = TensorLayout.contiguous(padded_shape(tensor, dims, bucket), tensor.dtype, tensor.device)

@@ -67,6 +67,8 @@ class Observed:
     """Names of the nodes that returned one tensor and no list of them."""
     structure: Any = None
     """See `Program.flat`."""
+    written: set[int] = dataclasses.field(default_factory=set)
+    """Addresses of memory that split ops say they write, where they are seen: in another step they may."""
 
     def note(self, name: str, arguments: Sequence[Any], returned: Any) -> None:
         """Notes a call that was made."""

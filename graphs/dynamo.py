@@ -269,7 +269,7 @@ def unchanged(
 ) -> Iterator[None]:
     """Refuses a forward that sets attributes: `who` would not, and a stand-in would be left behind.
 
-    The lists and dicts that are attributes count too. What changes is put back.
+    The lists and dicts that are attributes count too. What changes is put back, also when the body raises.
 
     Raises:
         error: the body set something.
@@ -289,23 +289,24 @@ def unchanged(
     contents = [
         (value, (list(value) if isinstance(value, list) else dict(value)) if value else None) for value in containers
     ]
-    yield
-    moved = [(table, old) for table, old in tables if [*map(id, table.values())] != [*map(id, old.values())]]
-    changed = [(now, old) for now, old in contents if (now or old) and _ids(now) != _ids(old or ())]
-    if not moved and not changed:
-        return
-    names = sorted({*_names_of_entries(model, moved), *_names_of_containers(model, changed)})
-    for table, old in moved:
-        table.clear()
-        table.update(old)
-    for now, before in changed:
-        now.clear()
-        if before:
-            now.extend(before) if isinstance(now, list) else now.update(before)
-    raise error(
-        f"{where}: the model's forward sets {', '.join(names)}; {who} would not do that on each step. "
-        f"Return the value, or write into a buffer in place (buffer.copy_(...))"
-    )
+    try:
+        yield
+    finally:
+        moved = [(table, old) for table, old in tables if [*map(id, table.values())] != [*map(id, old.values())]]
+        changed = [(now, old) for now, old in contents if (now or old) and _ids(now) != _ids(old or ())]
+        names = _names_of_entries(model, moved) | _names_of_containers(model, changed)
+        for table, old in moved:
+            table.clear()
+            table.update(old)
+        for now, before in changed:
+            now.clear()
+            if before:
+                now.extend(before) if isinstance(now, list) else now.update(before)
+    if moved or changed:
+        raise error(
+            f"{where}: the model's forward sets {', '.join(sorted(names))}; {who} would not do that on each step. "
+            f"Return the value, or write into a buffer in place (buffer.copy_(...))"
+        )
 
 
 _MODULE_TABLES = ("_parameters", "_buffers", "_modules")
@@ -316,21 +317,29 @@ def _ids(container: Any) -> list[int]:
     return [*map(id, container), *map(id, container.values())] if isinstance(container, dict) else [*map(id, container)]
 
 
-def _names_of_entries(model: torch.nn.Module, moved: Sequence[tuple[Any, Any]]) -> Iterator[str]:
+def _names_of_entries(model: torch.nn.Module, moved: Sequence[tuple[Any, Any]]) -> set[str]:
     """Dotted names of what is another object than before in the modules' tables."""
     before = {id(table): old for table, old in moved}
+    if not before:
+        return set()
+    names = set()
     for prefix, module in model.named_modules():
         for table in (module.__dict__, *(module.__dict__[name] for name in _MODULE_TABLES)):
             old = before.get(id(table), table)
             for key in {**old, **table}:
                 if old.get(key, _MISSING) is not table.get(key, _MISSING):
-                    yield f"{prefix}.{key}" if prefix else key
+                    names.add(f"{prefix}.{key}" if prefix else key)
+    return names
 
 
-def _names_of_containers(model: torch.nn.Module, changed: Sequence[tuple[Any, Any]]) -> Iterator[str]:
+def _names_of_containers(model: torch.nn.Module, changed: Sequence[tuple[Any, Any]]) -> set[str]:
     """Dotted names of the lists and dicts that hold something else than before."""
     containers = {id(now) for now, _ in changed}
-    for prefix, module in model.named_modules():
-        for key, value in module.__dict__.items():
-            if id(value) in containers:
-                yield f"{prefix}.{key}" if prefix else key
+    if not containers:
+        return set()
+    return {
+        f"{prefix}.{key}" if prefix else key
+        for prefix, module in model.named_modules()
+        for key, value in module.__dict__.items()
+        if id(value) in containers
+    }

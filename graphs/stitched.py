@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from ..phases import Compiler
 from . import audit
-from .bindings import FrozenTensor, InputBinding, PlaceholderBinding
+from .bindings import FrozenTensor, InputBinding, PlaceholderBinding, SizeBinding
 from .blank import blank_outputs
 from .compilers import CompiledCallable
 from .data_sizes import DataSize, find_data_size
@@ -133,7 +133,10 @@ class PiecewiseGraph:
     @functools.cached_property
     def memories(self) -> Mapping[Node, Memories]:
         """The values of the stitched graph -> the memories that they may lie in."""
-        return root_memories(self.split.root, self._memories_of_outputs)
+        root = self.split.root
+        placeholders = zip(root.find_nodes(op="placeholder"), self.traced.bindings.placeholders, strict=True)
+        sizes = {node for node, binding in placeholders if isinstance(binding, SizeBinding)}
+        return root_memories(root, sizes, self._memories_of_outputs)
 
     def _memories_of_outputs(self, name: str) -> tuple[Memories, ...]:
         key = self.fingerprints[name]

@@ -43,6 +43,8 @@ def kind_of(func: OpOverload) -> Kind:
     written = any(is_written(argument) for argument in func._schema.arguments)
     if func in _ALLOCATIONS:
         return Kind.ALLOCATE
+    if func is aten.lift_fresh.default:  # of torch.tensor([...]), which each step makes anew and may write
+        return Kind.RECORD
     if func not in _WHOLE and _is_composite(func):
         return Kind.DECOMPOSE
     if torch.Tag.inplace_view in func.tags:

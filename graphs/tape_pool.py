@@ -112,7 +112,7 @@ class TapePool:
 
     def _live_bytes(self) -> int:
         # What only the tape holds is never handed out again, so it is looked at for the last time.
-        self._blocks = {key: block for key, block in self._blocks.items() if block.is_live}
+        self._blocks = {key: block for key, block in list(self._blocks.items()) if block.is_live}
         return sum(block.num_bytes for block in self._blocks.values())
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _CURRENT: ContextVar[Any] = ContextVar("piecework_step_context", default=None)
+_READS: ContextVar[set[type] | None] = ContextVar("piecework_context_reads", default=None)
 _PADDING = "piecework.padding"
 _HOST = "piecework.host"
 
@@ -168,6 +169,17 @@ def use_context(context: object) -> Iterator[None]:
         _CURRENT.reset(token)
 
 
+@contextlib.contextmanager
+def noting_reads() -> Iterator[set[type]]:
+    """Fills the set with the classes that `get_context` is asked for in this thread, until the body ends."""
+    reads: set[type] = set()
+    token = _READS.set(reads)
+    try:
+        yield reads
+    finally:
+        _READS.reset(token)
+
+
 def get_context(kind: type[T]) -> T:
     """Returns this step's context, for use inside operator bodies.
 
@@ -175,6 +187,9 @@ def get_context(kind: type[T]) -> T:
         ContextError: no step is running, the step was given no context, or it is not a `kind`.
     """
     context = _CURRENT.get()
+    reads = _READS.get()
+    if reads is not None:
+        reads.add(kind)
     if isinstance(context, kind):
         return context
     got = "no context" if context is None else f"a {type(context).__name__}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -42,19 +43,30 @@ def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return bool(torch.equal(left, right))
 
 
+_NUMBERS = (int, float, complex)
+_CONSTANTS = (bool, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.layout)
+
+
 def check_eager_outputs(structure: Any, outputs: Sequence[Any], contract: OutputContract, padded: int) -> None:
     """Refuses outputs of an eager forward that padding would change and nobody could tell.
 
     Raises:
-        InputError: one is a number, or has no dim of the padded size and `output_dims` does not say None for it.
+        InputError: one is a number or a size, or an object of which a replay could not make another, or has no dim of
+            the padded size and `output_dims` does not say None for it.
     """
 
     def leaf(path: str, value: Any) -> Any:
-        if isinstance(value, (int, float, complex)) and not isinstance(value, bool):
+        if not isinstance(value, (OutputRef, torch.Size, *_NUMBERS, *_CONSTANTS)):
+            raise InputError(
+                f"output {path!r}: expected a tensor, since an eager forward is captured, got a "
+                f"{type(value).__name__}, which a replay would return as the first step left it; return its tensors "
+                f"(in tuples, lists, dicts or dataclasses), leave it out, or use backend disabled"
+            )
+        if isinstance(value, (torch.Size, *_NUMBERS)) and not isinstance(value, bool):
             raise InputError(
                 f"output {path!r}: expected a tensor, since an eager forward is captured with padded rows, got the "
-                f"number {value!r}, which may be computed from them; return a tensor, or use another compiler with "
-                f"backend tc_piecewise, or backend disabled"
+                f"{'size' if isinstance(value, torch.Size) else 'number'} {value!r}, which may be computed from them; "
+                f"return a tensor, or use another compiler with backend tc_piecewise, or backend disabled"
             )
         if isinstance(value, OutputRef) and not contract.leaves_alone(path) and padded > 1:
             shape = outputs[value.index].shape
@@ -120,10 +132,15 @@ def _has_nan(tensor: torch.Tensor) -> bool:
 
 
 def plain_attributes(model: torch.nn.Module) -> dict[str, Any]:
-    """The numbers, texts and None among the attributes of a model's modules, by dotted name: what captures freeze."""
-    return {
-        f"{name}.{key}" if name else key: (type(value), value)
-        for name, module in model.named_modules()
-        for key, value in module.__dict__.items()
-        if value is None or isinstance(value, (bool, int, float, str))
-    }
+    """What captures freeze of a model's modules, by dotted name: their classes, and of their attributes the numbers,
+    texts and None, and the lengths of lists and dicts."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        found[name] = type(module)
+        for key, value in module.__dict__.items():
+            path = f"{name}.{key}" if name else key
+            if value is None or isinstance(value, (bool, int, float, str)):
+                found[path] = (type(value), value)
+            elif isinstance(value, (list, tuple, dict, set)):
+                found[path] = (type(value), len(value))
+    return found

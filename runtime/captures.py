@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CaptureError
+from ..errors import CaptureError, RuntimeClosedError
 from ..graphs import breakable, full, piecewise
 from ..graphs.addresses import Addresses
 from ..graphs.buffers import Buffers, StaticInputs
@@ -26,20 +26,23 @@ from ..graphs.inputs import TOKENS, BoundInputs, InputContract, Signature
 from ..graphs.outputs import OutputContract, map_leaves
 from ..graphs.program import SizesByName, assemble
 from ..graphs.split_calls import memory_address
-from ..ops.context import use_context
+from ..ops.context import noting_reads, use_context
 from ..phases import Backend, GraphConfig, Phase
 from .capture_checks import check_eager_outputs, check_no_nan, check_static_inputs, plain_attributes, written_by
 from .context_values import moving_tensors, plain_values, problems
 from .entries import Entry
 from .events import Recorder
+from .forward import check_written
 from .memory import CaptureBudget
 from .programs import AnyProgram, EagerProgram
-from .static_context import AddressKey, ContextDoesNotFit, StaticContext
+from .static_context import AddressKey, ContextDoesNotFit, StaticContext, has_grown
 from .step import inside_step
 from .step_context import pad_context, warn_of_forgotten
 
 MAX_SLOTS = 4
 """Captures of one entry, for models with dynamic dims beside `tokens`: one for each set of their sizes."""
+MAX_TABLES = 8
+"""Sets of inputs that a phase is captured for; each has buffers of its own."""
 MAX_STALE = 4
 """Times in a row that a capture may go stale early before its bucket is captured no more."""
 EARLY_REPLAYS = 16
@@ -68,7 +71,9 @@ class Slot:
     context: object = None
     """The context that it was made with: the static copy, where the backend reads one."""
     plain: tuple[Any, ...] = ()
-    """What else of the context it has frozen."""
+    """What else of the context it has frozen: its class, and its values that are no tensors."""
+    reads_context: bool = False
+    """Whether what is captured has read the context itself, and not only its split ops."""
     address_key: AddressKey = ()
     attributes: Mapping[str, Any] | None = None
     """The debug mode: plain attributes of the model's modules that it has frozen."""
@@ -125,6 +130,7 @@ class Captures:
         self._max_num_tokens = max_num_tokens
         self._context_sizes = context_sizes
         self._debug = config.debug_captures
+        self._closed = False
         self._lock = threading.RLock()
         self._pool: Pool = device.open_pool()
         self._tables: dict[tuple[Phase, Signature], _Table] = {}
@@ -144,6 +150,7 @@ class Captures:
         Raises:
             InputError: as `Runtime.run`.
             CaptureError: a split op returned something else than when the bucket was captured.
+            RuntimeClosedError: another thread has closed the runtime.
             Whatever the program raises.
         """
         entry, recorder = step.entry, step.recorder
@@ -154,6 +161,8 @@ class Captures:
             recorder.fallback(slot.refused)
             return NOT_CAPTURED
         with self._lock, self._device.exclusive():
+            if self._closed:
+                raise RuntimeClosedError("run: this Runtime was closed by another thread; make a new one")
             table = self._table(entry)
             try:
                 context = self._context(table, slot, step)
@@ -194,16 +203,19 @@ class Captures:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of static inputs, contexts, outputs and of what crosses between captures and split ops."""
-        return sum(table.buffers.num_bytes + table.context.num_bytes for table in self._tables.values())
+        # A list, since another thread may ask.
+        return sum(table.buffers.num_bytes + table.context.num_bytes for table in list(self._tables.values()))
 
     def compact(self, recorder: Recorder) -> None:
         """Makes every capture again in a new pool, the largest bucket first, and gives the old one back."""
         with self._lock, self._device.exclusive():
-            self._compact(recorder)
+            if not self._closed:
+                self._compact(recorder)
 
     def close(self) -> None:
         """Releases everything."""
         with self._lock:
+            self._closed = True
             for slot in self._slots.values():
                 if slot.capture is not None:
                     slot.capture.release()
@@ -221,8 +233,16 @@ class Captures:
                 if len(self.state_of(step.entry)) >= MAX_SLOTS:
                     slot.refused = "too many sizes of the dims beside tokens: not captured"
                     return slot
+                if not self._has_table(step.entry):
+                    slot.refused = "too many different sets of inputs: not captured"
+                    return slot
                 slot = self._slots.setdefault(key, slot)
         return slot
+
+    def _has_table(self, entry: Entry) -> bool:
+        """Whether there are buffers for an entry's inputs, or room for them."""
+        of_phase = {known.signature for known, _ in self._slots if known.phase is entry.phase}
+        return entry.signature in of_phase or len(of_phase) < MAX_TABLES
 
     def _table(self, entry: Entry) -> _Table:
         key = (entry.phase, entry.signature)
@@ -255,7 +275,7 @@ class Captures:
         self, slot: Slot, table: _Table, step: Step, tensors: Mapping[str, torch.Tensor], context: object
     ) -> tuple[Sequence[Any], Any]:
         """The flat outputs of the step and their structure."""
-        if slot.capture is not None and (why := self._stale(slot, table, step, context)) is not None:
+        if slot.capture is not None and (why := self._stale(slot, table, step, tensors, context)) is not None:
             self._drop_stale(slot, why, step.recorder)
         if slot.capture is not None:
             assert slot.observed is not None
@@ -269,30 +289,35 @@ class Captures:
             step.recorder.fallback(slot.refused or "no room for a capture: other buckets are more useful")
             if step.entry.was_watched:
                 return step.program.flat(tensors, step.sizes)
-            with written_by(step.program, tensors) as written:
-                result = step.program.flat(tensors, step.sizes)
-            step.entry.written_inputs |= written
-            step.entry.was_watched = True
-            return result
+            _, outputs, observed = self._watched_run(slot, table, step, tensors, context)
+            return outputs, observed.structure
         return self._first_run(slot, table, step, tensors, context)
+
+    def _watched_run(
+        self, slot: Slot, table: _Table, step: Step, tensors: Mapping[str, torch.Tensor], context: object
+    ) -> tuple[Work, Sequence[Any], Observed]:
+        """Runs the program uncaptured, and finds out what it writes and returns."""
+        work = self._work(slot, table, step, tensors, context)
+        with written_by(step.program, tensors) as written:
+            outputs, observed = _BACKENDS[slot.backend].observe(work)
+        written |= {name for name, tensor in tensors.items() if memory_address(tensor) in observed.written - {0}}
+        step.entry.written_inputs |= written
+        step.entry.was_watched = True
+        check_written(step.entry.written_inputs, step.bound.tensors)
+        if step.program.rows is None:
+            check_eager_outputs(observed.structure, outputs, self._outputs, step.sizes[TOKENS])
+        return work, outputs, observed
 
     def _first_run(
         self, slot: Slot, table: _Table, step: Step, tensors: Mapping[str, torch.Tensor], context: object
     ) -> tuple[Sequence[Any], Any]:
         """Runs the program for this step's outputs, then captures it."""
-        work = self._work(slot, table, step, tensors, context)
-        with written_by(step.program, tensors) as written:
-            outputs, observed = _BACKENDS[slot.backend].observe(work)
-        step.entry.was_watched = True
-        if step.program.rows is None:
-            check_eager_outputs(observed.structure, outputs, self._outputs, step.sizes[TOKENS])
-        if written - step.entry.written_inputs:
-            step.entry.written_inputs |= written
-            table.inputs.by_address |= self._written_in_place(step)
-            at_home = {name: step.bound.tensors[name] for name in table.inputs.by_address & work.tensors.keys()}
-            work = dataclasses.replace(work, tensors={**work.tensors, **at_home})
+        work, outputs, observed = self._watched_run(slot, table, step, tensors, context)
+        table.inputs.by_address |= self._written_in_place(step)
+        at_home = {name: step.bound.tensors[name] for name in table.inputs.by_address & work.tensors.keys()}
+        work = dataclasses.replace(work, tensors={**work.tensors, **at_home})
         slot.work, slot.observed = work, observed
-        slot.context, slot.plain = context, plain_values(context)
+        slot.context, slot.plain = context, (type(context), *plain_values(context))
         whole = slot.backend is Backend.FULL
         if whole and (reasons := problems(step.context)):
             self._refuse(slot, reasons[0], step.recorder)
@@ -312,7 +337,7 @@ class Captures:
         owned: set[int] = set()
         if slot.backend is Backend.BREAKABLE:
             kind = type(context).__name__
-            moving = {memory_address(t): f"{kind}.{name}" for name, t in moving_tensors(context).items()}
+            moving = {memory_address(t): f"{kind}.{name}" for name, t in moving_tensors(context).items() if t.numel()}
             owned = {address for _, address, *_ in table.context.address_key(context, tokens_only=True)}
         return Work(
             forward=step.program,
@@ -331,14 +356,19 @@ class Captures:
         started = time.perf_counter()
         before = self._pool.num_bytes
         try:
-            with self._unchanged(slot.work.forward), self._device.session(self._pool) as session:
+            with (
+                noting_reads() as reads,
+                self._unchanged(slot.work.forward),
+                self._device.session(self._pool) as session,
+            ):
                 steps, outputs = _BACKENDS[slot.backend].capture(session, slot.work, slot.observed)
         except Exception as error:  # whatever a model does: the step itself has run
             self._refuse(slot, f"the capture failed: {_in_words(error)}", recorder)
             return False
         slot.capture = Capture(steps, outputs)
+        slot.reads_context = bool(reads)
         held = {name: t for name, t in slot.work.tensors.items() if name in self._table(slot.entry).inputs.by_address}
-        slot.capture.addresses = Addresses(slot.work.forward.bindings, held)
+        slot.capture.addresses = Addresses(slot.work.forward.bindings, held, with_layouts=self._debug)
         slot.attributes = plain_attributes(self._model) if self._debug else None
         slot.num_replays = 0
         slot.num_bytes = max(0, self._pool.num_bytes - before)
@@ -363,7 +393,9 @@ class Captures:
         with unchanged(self._model, error=CaptureError, where="capture", who="a replay"):
             yield
 
-    def _stale(self, slot: Slot, table: _Table, step: Step, context: object) -> str | None:
+    def _stale(
+        self, slot: Slot, table: _Table, step: Step, tensors: Mapping[str, torch.Tensor], context: object
+    ) -> str | None:
         """Why the capture does not fit the step any more, or None."""
         assert slot.capture is not None
         assert slot.capture.addresses is not None
@@ -372,11 +404,17 @@ class Captures:
             return "the entry has another program"
         if (why := slot.capture.addresses.moved(step.bound.tensors)) is not None:
             return why
+        for name in table.inputs.by_address & tensors.keys():
+            if slot.work.tensors[name] is not tensors[name] and not slot.capture.addresses.has_input(name):
+                return f"another bucket writes the input {name}, which is captured where it is from now on"
         whole = slot.backend is Backend.FULL
-        if whole and plain_values(context) != slot.plain:
+        if (whole or slot.reads_context) and (type(context), *plain_values(context)) != slot.plain:
             return f"a value of the context {type(context).__name__} that is no tensor changed"
         if whole or slot.backend is Backend.BREAKABLE:
-            if table.context.address_key(context, tokens_only=not whole) != slot.address_key:
+            address_key = table.context.address_key(context, tokens_only=not whole)
+            if address_key != slot.address_key:
+                if has_grown(slot.address_key, address_key):
+                    return _GREW
                 return f"the static tensors of the context {type(context).__name__} moved"
         if slot.attributes is not None and plain_attributes(self._model) != slot.attributes:
             return "an attribute of a module that is no tensor changed"
@@ -384,7 +422,8 @@ class Captures:
 
     def _drop_stale(self, slot: Slot, why: str, recorder: Recorder) -> None:
         recorder.fallback(f"a capture was dropped: {why}", bucket=slot.entry.bucket)
-        slot.num_stale = slot.num_stale + 1 if slot.num_replays < EARLY_REPLAYS else 1
+        if why != _GREW:  # by powers of two, so it comes to an end
+            slot.num_stale = slot.num_stale + 1 if slot.num_replays < EARLY_REPLAYS else 1
         self._release(slot)
         if slot.num_stale >= MAX_STALE:
             slot.refused = f"not captured any more, since captures of it go stale at once: {why}"
@@ -448,6 +487,9 @@ class Captures:
         recorder.record(
             "compact", seconds=time.perf_counter() - started, bytes_before=before, bytes_after=self._pool.num_bytes
         )
+
+
+_GREW = "a size in the slots of its context grew; context_sizes gives it room from the start"
 
 
 def _in_words(error: Exception) -> str:

@@ -105,7 +105,7 @@ def check_written(written: Iterable[str], tensors: Mapping[str, torch.Tensor]) -
             if other != name and tensor.numel() and own.numel() and tensor.data_ptr() == own.data_ptr():
                 raise InputError(
                     f"inputs: the model writes into {name!r}, which shares memory with {other!r}; pass a copy of one "
-                    f"({other}.clone()), or use compiler='eager'"
+                    f"({other}.clone()), or use compiler='eager' with backend='disabled'"
                 )
 
 

@@ -158,7 +158,7 @@ class Runtime:
         entry, program, sizes = self._pick(phase, bound)
         if self._witness is not None:
             check_guards(program, bound, self._fused[self.config.phase(phase).compiler])
-        check_written(program.written_inputs, bound.tensors)
+        check_written({*program.written_inputs, *entry.written_inputs}, bound.tensors)
         outputs: Any = NOT_CAPTURED
         if self._captures is not None and entry.captures and program is entry.program:
             if self._captures.wants_largest(entry):
@@ -336,13 +336,14 @@ class Runtime:
         if self._examples is not None:
             signatures.insert(0, self._examples.signature)
         signatures += [program.signature for program, _ in self._programs]
+        signatures += [signature for _, signature, _ in list(self._entries)]
         signatures = list(dict.fromkeys(map(_under_ambient_state, signatures)))
         if not signatures:
             raise InputError(
                 "warm_up: the inputs are not known before the first step; pass example_inputs={name: tensor, ...} to "
                 "Runtime, or call run() first"
             )
-        return [BoundInputs({}, signature, _free_sizes(signature)) for signature in signatures]
+        return [BoundInputs({}, signature, _free_sizes(signature)) for signature in signatures[:MAX_SIGNATURES]]
 
     def _pick(self, phase: Phase, bound: BoundInputs) -> tuple[Entry, AnyProgram, Mapping[str, int]]:
         """The entry for a step, the program that runs, and the sizes it runs at."""

@@ -232,6 +232,17 @@ class StaticContext:
         return known.context
 
 
+def has_grown(old: AddressKey, new: AddressKey) -> bool:
+    """Whether static tensors of a context are the same ones but larger."""
+    if [(name, dtype) for name, _, _, dtype in old] != [(name, dtype) for name, _, _, dtype in new]:
+        return False
+    shapes = [(before, after) for (_, _, before, _), (_, _, after, _) in zip(old, new, strict=True)]
+    if any(len(before) != len(after) for before, after in shapes):
+        return False
+    sizes = [size for before, after in shapes for size in zip(before, after, strict=True)]
+    return all(a <= b for a, b in sizes) and any(a < b for a, b in sizes)
+
+
 def check_context_sizes(contract: InputContract, sizes: Mapping[str, int]) -> None:
     """Raises ConfigError when a capacity is no positive number, or its name is that of an input's dim."""
     for name, size in sizes.items():

@@ -1,34 +1,17 @@
-"""Models whose split ops take and leave tensors of every kind, and what it takes to capture one and compare."""
+"""Models whose split ops take and leave tensors of every kind."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
-import pytest
 import torch
-from torch import nn
 
-import piecework as pw
-from piecework.errors import CaptureError
-from piecework.graphs import breakable, piecewise
-from piecework.graphs.buffers import Buffers, StaticInputs
-from piecework.graphs.capture import Capture, Work
-from piecework.graphs.inputs import InputContract
-from piecework.graphs.split_calls import SplitCall
-from piecework.graphs.tape import TapeDevice
-from piecework.ops.fused_choice import choose
 from piecework.ops.split_op import split_op
-from piecework.phases import Compiler
-from piecework.runtime.programs import EagerProgram
 
-from .test_fuzz import assert_exactly
-from .toys import CALLS, TOKENS_FIRST, Fn, applied, double, halves, make_program
+from .toys import CALLS, applied, double, halves
 
 WIDTH = 4
-BUCKETS = (4, 8)
-SIZES = (3, 8, 4, 0, 3, 7, 4, 1)
 
 
 @split_op(mutates_args=("cache",), name="piecework_stage::store")
@@ -301,6 +284,13 @@ def buffer_is_written(m: Any, x: torch.Tensor) -> Any:
     return m.table.sum(0) + x
 
 
+def made_of_numbers(m: Any, x: torch.Tensor) -> Any:
+    start = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    store(x + 1, start)
+    start += x.sum(0)
+    return x * start
+
+
 CONSTANT = torch.ones(WIDTH)
 """A tensor that no model holds."""
 
@@ -319,205 +309,6 @@ MODELS: dict[str, Callable[..., Any]] = {
         one_op_on_its_own_results, two_ops_in_turn, lists_of_tensors, list_returned, returned_as_it_came,
         out_read_before_the_op_is_called_again, read_after_a_write_in_a_row, other_strides, results_of_other_strides,
         nothing_in_it, some_rows_are_written, sizes_grow, input_is_written, buffer_is_written, constant_is_written,
+        made_of_numbers,
     )
 }  # fmt: skip
-
-
-def model_of(function: Callable[..., Any]) -> Fn:
-    return Fn(
-        function,
-        cache=torch.ones(WIDTH),
-        row=torch.arange(float(WIDTH)),
-        table=torch.linspace(0, 1, 8 * WIDTH).reshape(8, WIDTH),
-    )
-
-
-def runtime_of(model: nn.Module, backend: str, compiler: str = "eager", **options: Any) -> pw.Runtime:
-    phase = {"backend": backend, "compiler": compiler, "buckets": BUCKETS}
-    config = pw.GraphConfig(prefill=phase, decode=phase, capture_device="tape", **options)
-    return pw.Runtime(model, config, dynamic_dims=TOKENS_FIRST, output_dims=None)
-
-
-def padded(num_tokens: int, seed: int) -> torch.Tensor:
-    """A step's `x`, followed by zeros up to its bucket."""
-    size = next(bucket for bucket in BUCKETS if bucket >= num_tokens)
-    x = torch.zeros(size, WIDTH)
-    x[:num_tokens] = torch.randn(num_tokens, WIDTH, generator=torch.Generator().manual_seed(seed))
-    return x
-
-
-def check(function: Callable[..., Any], backend: str, compiler: str) -> None:
-    """Steps of mixed sizes, captured and replayed, are bit for bit the model's forward; so are inputs and buffers.
-
-    Each step runs as many bodies as the forward: none of them while it is captured.
-    """
-    model, reference = model_of(function), model_of(function)
-    runtime = runtime_of(model, backend, compiler)
-    before = CONSTANT.clone()
-    states: list[torch.Tensor] = []
-    for constant_of in ("runtime", "model"):
-        CONSTANT.copy_(before)
-        for seed, num_tokens in enumerate(SIZES):
-            x = padded(num_tokens, seed)
-            CALLS.clear()
-            if constant_of == "runtime":
-                own = x[:num_tokens].clone()
-                states += [runtime.run("decode", {"x": own}, copy=True), own]
-                states += [copy.deepcopy([*model.buffers(), CONSTANT]), copy.deepcopy(CALLS)]
-                continue
-            with torch.inference_mode():
-                outputs = reference(x)
-            for expected in (outputs, x[:num_tokens], [*reference.buffers(), CONSTANT]):
-                assert_exactly(states.pop(0), expected)
-            assert states.pop(0) == CALLS
-    CONSTANT.copy_(before)
-    assert not runtime.counters["fallbacks"]
-    assert (runtime.counters["captures"], runtime.counters["replays"]) == (2, len(SIZES) - 2)
-
-
-def captured(function: Callable[..., Any], backend: str, buffers: Buffers | None = None) -> Capture:
-    """A capture of 4 tokens, made without a runtime; no body runs while it is made."""
-    num_tokens = 4
-    model = model_of(function)
-    inputs = {"x": padded(num_tokens, 0)}
-    contract = InputContract(TOKENS_FIRST)
-    buffers = buffers or Buffers(max(BUCKETS))
-    bound = contract.bind(inputs)
-    module, forward = piecewise, cast(Any, None)
-    if backend == "breakable":
-        module = breakable
-        forward = EagerProgram(model, (), choose((), compiler=Compiler.EAGER, device_type="cpu"))
-    else:
-        forward = make_program(model, inputs)
-    device = TapeDevice()
-    with torch.inference_mode():
-        CALLS.clear()
-        tensors = StaticInputs(contract, buffers).fill(bound, num_tokens)
-        work = Work(forward=forward, tensors=tensors, sizes=bound.sizes, bucket=num_tokens, buffers=buffers)
-        _, observed = module.observe(work)
-        CALLS.clear()
-        with device.session(device.open_pool()) as session:
-            capture = Capture(*module.capture(session, work, observed))
-    assert not CALLS
-    return capture
-
-
-def num_copies(capture: Capture) -> int:
-    """How many copies its segments make."""
-    segments: list[Any] = [step for step in capture.steps if not isinstance(step, SplitCall)]
-    steps = [step for segment in segments for step in segment._recording.steps]
-    return sum(getattr(step, "op", None) is torch.ops.aten.copy_.default for step in steps)
-
-
-def layers_of(num_layers: int) -> Callable[..., Any]:
-    """A model of equal layers with one split op each."""
-
-    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(num_layers):
-            q = x * 2
-            out = torch.empty_like(q)
-            attend(q, m.cache, out)
-            x = x + out.relu()
-        return x
-
-    return forward
-
-
-RESULT: list[Any] = []
-"""What `fickle` does differently."""
-
-
-@split_op(mutates_args=(), name="piecework_stage::fickle", fake=lambda x: [x.new_empty(x.shape), x.new_empty(2)])
-def fickle(x: torch.Tensor) -> list[torch.Tensor]:
-    """Two tensors, or what RESULT says."""
-    results = [x + 1, x.new_ones(2)]
-    for change in RESULT:
-        results = change(results)
-    return results
-
-
-CHANGES = {
-    "shape": (lambda r: [r[0], torch.ones(3)], r"expected to return float32\[2\] on cpu, .* got float32\[3\]"),
-    "dtype": (lambda r: [r[0].double(), r[1]], r"expected to return float32\[4, 4\] on cpu, .* got float64\[4, 4\]"),
-    "number": (lambda r: [r[0]], "expected to return 2 results, .* got 1"),
-}
-
-
-def two_results(m: Any, x: torch.Tensor) -> Any:
-    a, b = fickle(x * 2)
-    return a + b.sum(), b
-
-
-def check_changed_result(backend: str, change: str) -> None:
-    """A split op that returns something else at a replay is an error that names it; the next step is right again."""
-    function, message = CHANGES[change]
-    model = model_of(two_results)
-    runtime = runtime_of(model, backend)
-    inputs = {"x": padded(3, 0)}
-    expected = copy.deepcopy(runtime.run("decode", inputs))
-    RESULT.append(function)
-    try:
-        with pytest.raises(CaptureError, match="split op piecework_stage::fickle: " + message) as caught:
-            runtime.run("decode", inputs)
-    finally:
-        RESULT.clear()
-    assert caught.value.op == "piecework_stage::fickle"
-    with runtime.counters.expect(replays=1, steps=1):
-        assert_exactly(runtime.run("decode", inputs), expected)
-
-
-FOREIGN: list[int] = []
-
-
-@torch.library.custom_op("piecework_foreign::scale", mutates_args=("out",))
-def scale(x: torch.Tensor, out: torch.Tensor, by: float) -> None:
-    """An operator of somebody else."""
-    FOREIGN.append(x.shape[0])
-    out.copy_(x * by)
-
-
-def scaled_twice(m: Any, x: torch.Tensor) -> Any:
-    y, out, other = x + 1, torch.empty_like(x), torch.empty_like(x)
-    scale(y, out, 2.0)
-    scale(out.relu(), other, by=-1.0)
-    return out * other
-
-
-def check_foreign(backend: str) -> None:
-    """It runs at each replay and not at the capture, like one of our own."""
-    model = model_of(scaled_twice)
-    runtime = runtime_of(model, backend)
-    for seed, num_tokens in enumerate(SIZES):
-        x = padded(num_tokens, seed)
-        FOREIGN.clear()
-        got = runtime.run("decode", {"x": x[:num_tokens]})
-        assert [len(x)] * 2 == FOREIGN
-        with torch.inference_mode():
-            assert_exactly(got, model(x))
-    assert not runtime.counters["fallbacks"]
-    assert runtime.counters["replays"] == len(SIZES) - 2
-
-
-@split_op(mutates_args=(), name="piecework_stage::mixed", fake=lambda x: (x.new_empty(x.shape), [x.new_empty(x.shape)]))
-def mixed(x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A list among the results."""
-    return x + 1, [x + 2]
-
-
-def list_among_results(m: Any, x: torch.Tensor) -> Any:
-    first, (second,) = mixed(x * 2)
-    return first * second
-
-
-def check_refused(function: Callable[..., Any], backend: str, reason: str, compiler: str = "eager") -> None:
-    """A forward that cannot be captured is right all the same, and counted."""
-    model = model_of(function)
-    runtime = runtime_of(model, backend, compiler)
-    for seed in range(3):
-        x = padded(4, seed)
-        got = runtime.run("decode", {"x": x})
-        with torch.inference_mode():
-            assert_exactly(got, model(x))
-    ((counted, times),) = runtime.counters["fallbacks"].items()
-    assert reason in counted
-    assert (times, runtime.counters["captures"]) == (3, 0)

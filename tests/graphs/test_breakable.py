@@ -10,9 +10,8 @@ from piecework.graphs.buffers import Buffers
 from piecework.graphs.split_calls import SplitCall
 from piecework.ops.split_op import split_op
 
-from .staging_models import (
+from .staging_checks import (
     CHANGES,
-    MODELS,
     captured,
     check,
     check_changed_result,
@@ -22,6 +21,7 @@ from .staging_models import (
     list_among_results,
     num_copies,
 )
+from .staging_models import MODELS
 
 
 @pytest.mark.parametrize("name", MODELS)

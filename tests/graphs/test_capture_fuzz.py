@@ -12,6 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import piecework as pw
+from piecework.runtime.events import Counters
 
 from .random_programs import STEPS, WIDTH, RandomModel, models
 from .test_fuzz import assert_exactly, state_of
@@ -91,7 +92,7 @@ def steps() -> st.SearchStrategy[list[Step]]:
     return st.lists(step, min_size=2, max_size=5)
 
 
-def check(arguments: tuple[Any, ...], with_y: bool, plan: list[Step], name: str) -> pw.Counters:
+def check(arguments: tuple[Any, ...], with_y: bool, plan: list[Step], name: str) -> Counters:
     """Runs the plan three times over; returns the counters."""
     backend, compiler = BACKENDS[name]
     torch.manual_seed(0)
