@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_capture import conditions
 
 NUM_LAYERS, WIDTH, COPIES = 64, 1024, 16
 
@@ -79,7 +80,7 @@ def measure() -> dict[str, Any]:
         # There and back, as when buckets take turns.
         ms = statistics.median(timed(functools.partial(update, to), 1) for to in (graph, same) * 4)
         result[name] = {"statuses": sorted(set(statuses)), "result": info[0] & 0xFFFFFFFF, "update_ms": ms}
-    return result | {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    return result | conditions("cuda")
 
 
 if __name__ == "__main__":

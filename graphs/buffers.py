@@ -1,7 +1,8 @@
 """Memory at fixed addresses that captures read and write; see Note [Who owns captured memory] in device.py.
 
-A buffer is sized once, for the phase's largest bucket; each bucket gets the start of it. All buckets of a phase share
-it, which is right since one of them runs at a time.
+A buffer is sized for the phase's largest bucket, where the first layout that is asked for shows a row a token; else it
+grows when that is needed. Each bucket gets the start of it. All buckets of a phase share it, which is right since one
+of them runs at a time.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class Buffers:
         return self._tensors.get((name, layout))
 
     def _largest(self, layout: TensorLayout, bucket: int) -> int:
-        grows = bucket < self.max_num_tokens and any(size and size % bucket == 0 for size in layout.shape)
+        # Any size might be that of one token; a buffer without a row a token must not be multiplied by the ladder.
+        grows = 1 < bucket < self.max_num_tokens and bucket in layout.shape
         return -(-layout.num_bytes * self.max_num_tokens // bucket) if grows else layout.num_bytes
 
 

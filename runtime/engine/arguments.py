@@ -103,7 +103,8 @@ def reachable_buckets(config: GraphConfig, *, max_num_seqs: int, max_num_batched
     A ladder that the config names is left as it is; a default one ends in exactly the largest step.
 
     Raises:
-        ConfigError: a bucket that the config names is not the smallest that fits for any step.
+        ConfigError: a bucket that the config names is not the smallest that fits for any step, or the last is more
+            than twice the largest step.
     """
     limits = {
         Phase.PREFILL: ("max_num_batched_tokens", max_num_batched_tokens),
@@ -121,6 +122,12 @@ def reachable_buckets(config: GraphConfig, *, max_num_seqs: int, max_num_batched
                 f"{phase}.buckets: expected buckets that a step of at most {limit} tokens ({name}) can take, got "
                 f"{', '.join(map(str, unreachable))} above {chosen.buckets[-len(unreachable) - 1]}, which holds it; "
                 f"remove them or raise {name}"
+            )
+        if chosen.buckets[-1] > 2 * limit:
+            raise ConfigError(
+                f"{phase}.buckets: expected a last bucket of at most twice the largest step, {limit} tokens ({name}), "
+                f"got {chosen.buckets[-1]}, of which every step would be padding for the most part; end the ladder at "
+                f"{limit} or raise {name}"
             )
     return config
 

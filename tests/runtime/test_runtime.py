@@ -135,7 +135,7 @@ def test_eager_compiles_nothing_after_the_constructor(kit):
 
 
 def test_eager_without_examples_says_what_to_pass(kit):
-    with pytest.raises(pw.ConfigError, match="startup: 'eager' traces and captures in the constructor.*example_inputs="):
+    with pytest.raises(pw.ConfigError, match=r"startup: 'eager' traces and captures in .*example_inputs="):
         kit.runtime(kit.Toy(), kit.config(startup="eager"))
     kit.runtime(kit.Toy(), kit.config("eager", startup="eager"))  # nothing to trace: nothing needed
 

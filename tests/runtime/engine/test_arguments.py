@@ -73,7 +73,7 @@ def test_bad_arguments_are_refused_before_weights_are_read(
 
 def test_ladders_end_where_a_step_can() -> None:
     """A default ladder ends in exactly the largest step; one that is named stays, its last bucket may be larger."""
-    named = GraphConfig(prefill={"buckets": (16, 100)}, decode={"buckets": (1, 4, 8)})
+    named = GraphConfig(prefill={"buckets": (16, 34)}, decode={"buckets": (1, 4, 8)})
     assert reachable_buckets(named, max_num_seqs=5, max_num_batched_tokens=17) == named
     default = reachable_buckets(GraphConfig(), max_num_seqs=5, max_num_batched_tokens=40)
     assert default.decode.ladder("decode").buckets == (1, 2, 3, 4, 5)
@@ -141,3 +141,10 @@ def test_a_bad_checkpoint_is_refused(own_checkpoint: Path, spoil: Callable[[Path
     spoil(own_checkpoint)
     with pytest.raises(ModelError, match=message):
         LLMEngine(own_checkpoint, device="cpu")
+
+
+def test_a_last_bucket_far_beyond_the_largest_step_is_refused() -> None:
+    config = GraphConfig(decode={"buckets": (1, 513)})
+    with pytest.raises(ConfigError, match=r"decode.buckets: expected a last bucket of at most twice .*256.*got 513"):
+        reachable_buckets(config, max_num_seqs=256, max_num_batched_tokens=8192)
+    assert reachable_buckets(config, max_num_seqs=257, max_num_batched_tokens=8192) is config
