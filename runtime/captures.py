@@ -28,7 +28,14 @@ from ..graphs.program import SizesByName, assemble
 from ..graphs.split_calls import memory_address
 from ..ops.context import noting_reads, use_context
 from ..phases import Backend, GraphConfig, Phase
-from .capture_checks import check_eager_outputs, check_no_nan, check_static_inputs, plain_attributes, written_by
+from .capture_checks import (
+    check_eager_outputs,
+    check_no_nan,
+    check_static_inputs,
+    counted_writes,
+    plain_attributes,
+    written_by,
+)
 from .context_values import moving_tensors, plain_values, problems
 from .entries import Entry
 from .events import Recorder
@@ -189,7 +196,8 @@ class Captures:
 
     def wants_largest(self, entry: Entry) -> bool:
         """Whether the largest bucket of the entry's phase and inputs is to be captured before the entry."""
-        return self._device.wants_largest_first and (entry.phase, entry.signature) not in self._tables
+        known = (entry.phase, entry.signature) in self._tables
+        return self._device.wants_largest_first and not known and self._has_table(entry)
 
     def state_of(self, entry: Entry) -> list[Slot]:
         """The slots of an entry."""
@@ -241,7 +249,7 @@ class Captures:
 
     def _has_table(self, entry: Entry) -> bool:
         """Whether there are buffers for an entry's inputs, or room for them."""
-        of_phase = {known.signature for known, _ in self._slots if known.phase is entry.phase}
+        of_phase = {known.signature for known, _ in list(self._slots) if known.phase is entry.phase}
         return entry.signature in of_phase or len(of_phase) < MAX_TABLES
 
     def _table(self, entry: Entry) -> _Table:
@@ -287,10 +295,14 @@ class Captures:
             return slot.capture.outputs, slot.observed.structure
         if slot.refused is not None or not self._budget.may_try(slot):
             step.recorder.fallback(slot.refused or "no room for a capture: other buckets are more useful")
-            if step.entry.was_watched:
-                return step.program.flat(tensors, step.sizes)
-            _, outputs, observed = self._watched_run(slot, table, step, tensors, context)
-            return outputs, observed.structure
+            if not step.entry.was_watched:
+                _, outputs, observed = self._watched_run(slot, table, step, tensors, context)
+                return outputs, observed.structure
+            with counted_writes(tensors) as written:
+                result = step.program.flat(tensors, step.sizes)
+            step.entry.written_inputs |= written
+            check_written(step.entry.written_inputs, step.bound.tensors)
+            return result
         return self._first_run(slot, table, step, tensors, context)
 
     def _watched_run(

@@ -47,8 +47,9 @@ def compilable(
     """Lets a module class run compiled when it is called; the short form of `Runtime`.
 
     Calling an instance in evaluation mode without grad (`inference_mode` or `no_grad`) runs a step of the instance's
-    own `Runtime`, which `instance.runtime` gives. Arguments are bound by forward's signature; those that equal their
-    default count as left out. Split ops see the context of the surrounding `piecework.use_context(...)`.
+    own `Runtime`, which `instance.runtime` gives, and returns tensors of the caller's own. Arguments are bound by
+    forward's signature; those that equal their default count as left out. Split ops see the context of the surrounding
+    `piecework.use_context(...)`.
 
     The plain forward runs in training mode; with grad enabled, which is counted as a fallback; inside a step or a trace
     of any Runtime, so that compilable modules nest; and when `forward` is called by name, as by `super().forward(...)`.
@@ -212,7 +213,7 @@ def _step(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     inputs = _bind(_slot(module).signature, args, kwargs)
     phase = getattr(module, _SPEC).phase
     chosen = phase(inputs) if callable(phase) else phase
-    outputs = _runtime(module, inputs).run(chosen, inputs, context=get_context(object))
+    outputs = _runtime(module, inputs).run(chosen, inputs, context=get_context(object), copy=True)
     if torch.is_inference_mode_enabled():
         return outputs
     # Under no_grad the plain forward's results can be used in autograd later, and so must these.
