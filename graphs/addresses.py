@@ -3,11 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from ..errors import InputError
 from .bindings import Bindings, TensorIndex, layout_of
+
+
+class Vacancies:
+    """Where a model has no tensor or module so far, and might have one: an eager forward may look there.
+
+    A bias that is None, an adapter that is not attached yet, the end of a list of tensors.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._tables: list[Any] = []
+        self._empty: list[tuple[dict[str, Any], str]] = []
+        self._modules: list[dict[str, Any]] = []
+        for module in model.modules():
+            tables: list[dict[str, Any]] = [module._parameters, module._buffers, module._modules]
+            self._tables += tables
+            self._modules.append(module._modules)
+            self._empty += [(table, key) for table in tables for key, value in table.items() if value is None]
+            for key, value in module.__dict__.items():
+                if value is None:
+                    self._empty.append((module.__dict__, key))
+                elif isinstance(value, (list, dict)) and key not in _MODULE_INTERNALS and _holds_tensors(value):
+                    self._tables.append(value)
+        self._sizes = [*map(len, self._tables)]
+        self._ids = [id(child) for table in self._modules for child in table.values()]
+
+    def filled(self) -> str | None:
+        """What is there now, in words; None when nothing is."""
+        for table, key in self._empty:
+            if isinstance(table.get(key), (torch.Tensor, torch.nn.Module)):
+                return f"the model has a {key} where it had none"
+        if [*map(len, self._tables)] != self._sizes:
+            return "the model has more or fewer parameters, buffers, modules or tensors in a list than before"
+        if [id(child) for table in self._modules for child in table.values()] != self._ids:
+            return "a module of the model was replaced"
+        return None
+
+
+_MODULE_INTERNALS = frozenset(torch.nn.Module().__dict__)
+
+
+def _holds_tensors(container: list[Any] | dict[Any, Any]) -> bool:
+    values = container.values() if isinstance(container, dict) else container
+    return not container or any(isinstance(value, torch.Tensor) for value in values)
 
 
 class ModelBindings:
@@ -17,6 +61,13 @@ class ModelBindings:
         self._model = model
         self._ids: list[int] = []
         self._bindings: Bindings | None = None
+        self._vacancies: Vacancies | None = None
+
+    def vacancies(self) -> Vacancies:
+        """Where there is none now; the same object as long as there is none."""
+        if self._vacancies is None or self._vacancies.filled() is not None:
+            self._vacancies = Vacancies(self._model)
+        return self._vacancies
 
     def current(self) -> Bindings:
         """Of the tensors that the model has now; the same object as long as they are the same."""
@@ -40,12 +91,21 @@ class Addresses:
     looks at any more.
 
     Args:
+        vacancies: where a tensor may appear that the capture would not read.
         with_layouts: compares strides and shapes too. That costs ten times as much, for one who sets a tensor's `data`
             to another view of the same memory.
     """
 
-    def __init__(self, bindings: Bindings, inputs: Mapping[str, torch.Tensor], *, with_layouts: bool = False) -> None:
+    def __init__(
+        self,
+        bindings: Bindings,
+        inputs: Mapping[str, torch.Tensor],
+        *,
+        vacancies: Vacancies | None = None,
+        with_layouts: bool = False,
+    ) -> None:
         self._bindings = bindings
+        self._vacancies = vacancies
         self._tensors = bindings.model_tensors()
         self._pointers = [tensor.data_ptr() for tensor in self._tensors]
         self._inputs = dict(inputs)
@@ -71,6 +131,8 @@ class Addresses:
             paths = self._bindings.model_paths
             moved = next(path for path, new, old in zip(paths, pointers, self._pointers, strict=True) if new != old)
             return f"the model's tensor {moved} was replaced or moved"
+        if self._vacancies is not None and (filled := self._vacancies.filled()) is not None:
+            return filled
         if self._layouts is not None:
             for path, tensor, layout in zip(self._bindings.model_paths, tensors, self._layouts, strict=True):
                 if layout_of(tensor) != layout:

@@ -21,7 +21,7 @@ from .layouts import CallLayout, TensorLayout
 from .memory import tensors_in
 from .model_line import calling_line
 from .split_calls import (
-    Slot,
+    Place,
     SplitCall,
     map_arguments,
     memory_address,
@@ -72,13 +72,16 @@ class _SplitOpMode(TorchDispatchMode):
         if id(func) in self._split_ops:
             self.num_calls += 1
             return self.split_call(f"{func._schema.name} #{self.num_calls}", func, args, kwargs)
-        self.before(func, args, kwargs)
+        taken = {memory_address(t): t for value in (*args, *kwargs.values()) for t in tensors_in(value)}
+        self.before(func, taken)
         returned = func(*args, **kwargs)
-        self._note(func, args, kwargs, returned)
+        if func._schema.is_mutable:
+            self._blank -= written_addresses(func, args, kwargs)
+        self._note(func, taken, returned)
         return returned
 
-    def before(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Called before each operator that is no split op."""
+    def before(self, op: OpOverload, taken: Mapping[int, torch.Tensor]) -> None:
+        """Called before each operator that is no split op, with its tensors by the address of their memory."""
 
     def split_call(self, name: str, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Called in place of a split op."""
@@ -88,13 +91,10 @@ class _SplitOpMode(TorchDispatchMode):
         """Whether a tensor's memory is the forward's own."""
         return memory_address(tensor) in self._made
 
-    def _note(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], returned: Any) -> None:
-        taken = {memory_address(t) for value in (*args, *kwargs.values()) for t in tensors_in(value)}
-        if op._schema.is_mutable:
-            self._blank -= written_addresses(op, args, kwargs)
-        if op is torch.ops.aten.lift_fresh.default:
-            taken.clear()  # a tensor of Python's numbers, which nobody holds yet
-        made = {memory_address(tensor) for tensor in tensors_in(returned)} - taken - {0}
+    def _note(self, op: OpOverload, taken: Mapping[int, torch.Tensor], returned: Any) -> None:
+        made = {memory_address(tensor) for tensor in tensors_in(returned)} - {0}
+        if op is not torch.ops.aten.lift_fresh.default:  # its tensor is of Python's numbers, and nobody holds it yet
+            made -= taken.keys()
         self._made |= made
         if op.overloadpacket in _EMPTY:
             self._blank |= made
@@ -121,16 +121,17 @@ class _Breaking(_SplitOpMode):
     def __init__(self, work: Work, observed: Observed, session: Session) -> None:
         super().__init__(work, observed)
         self.session = session
+        self._owned = work.owned_addresses()
         self.steps: list[Segment | SplitCall] = []
 
-    def before(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(self, op: OpOverload, taken: Mapping[int, torch.Tensor]) -> None:
         """Refuses what another step would not find; lets the session see the stream."""
         self.session.op = op._schema.name
         self.session.saw_stream()
-        if not self.work.moving:
-            return
-        for tensor in (t for value in (*args, *kwargs.values()) for t in tensors_in(value)):
-            what = self.work.moving.get(memory_address(tensor))
+        for address, tensor in taken.items():
+            if address in self._made or address in self._owned or not address:
+                continue
+            what = self.work.moving.get(address)
             if what is not None:
                 raise CaptureError(
                     f"{op._schema.name}: expected tensors that stay where they are, got {what}, which each step brings "
@@ -138,30 +139,31 @@ class _Breaking(_SplitOpMode):
                     op=op._schema.name,
                     line=calling_line(),
                 )
+            self.work.held[address] = tensor
 
     def split_call(self, name: str, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layout = self._layout(name, op)
         tensors = list(tensor_arguments(op, args, kwargs))
         addresses = [memory_address(tensor) for _, tensor in tensors]
-        written = {address for (slot, _), address in zip(tensors, addresses, strict=True) if slot.is_written}
+        written = {address for (place, _), address in zip(tensors, addresses, strict=True) if place.is_written}
         back: list[tuple[torch.Tensor, torch.Tensor]] = []
         blank = frozenset(self._blank)
         self._blank -= written
 
-        def staged(slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
+        def bridged(place: Place, tensor: torch.Tensor) -> torch.Tensor:
             address = memory_address(tensor)
             # Arguments that share memory that is written stay as they are: copies of them would be apart.
             if not self.is_scratch(tensor) or (address in written and addresses.count(address) > 1):
                 return tensor
-            buffer = self.work.stages.find(slot, TensorLayout.of(tensor))
+            buffer = self.work.bridges.find(place, TensorLayout.of(tensor))
             if address not in blank:
                 buffer.copy_(tensor)
-            if slot.is_written:
+            if place.is_written:
                 back.append((tensor, buffer))
             return buffer
 
-        args, kwargs = map_arguments(op, args, kwargs, staged)
-        results = results_at(self.work.stages, op, layout.outputs)
+        args, kwargs = map_arguments(op, args, kwargs, bridged)
+        results = results_at(self.work.bridges, op, layout.outputs)
         self.steps += [self.session.end(), SplitCall(op, args, kwargs, results)]
         self.session.begin()
         for tensor, buffer in back:

@@ -16,7 +16,7 @@ from .buffers import Buffers
 from .device import Segment
 from .layouts import CallLayout, TensorLayout
 from .program import Hook, SizesByName, TensorsByName
-from .split_calls import Slot, SplitCall, Stages, memory_address, results_of, tensor_arguments
+from .split_calls import Bridges, Place, SplitCall, memory_address, results_of, tensor_arguments
 
 
 class Forward(Protocol):
@@ -44,11 +44,13 @@ class Work:
     """Addresses of the memory of the context's tensors that have an owner."""
     moving: Mapping[int, str] = dataclasses.field(default_factory=dict)
     """Addresses of the memory of tensors that are another step's next time, and what they are."""
+    held: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """What the forward reads from elsewhere (a global, a closure), by address: nobody else may keep it."""
 
     @property
-    def stages(self) -> Stages:
+    def bridges(self) -> Bridges:
         """The buffers of the split ops."""
-        return Stages(self.buffers, self.bucket)
+        return Bridges(self.buffers, self.bucket)
 
     def owned_addresses(self) -> set[int]:
         """Addresses of memory that outlives a replay: of the inputs, the context, the model and its constants."""
@@ -100,16 +102,16 @@ def reserve_arguments(
     is_scratch: Callable[[torch.Tensor], bool],
 ) -> None:
     """Makes the buffers for those arguments of a split op that are scratch."""
-    for slot, tensor in tensor_arguments(op, args, kwargs):
+    for place, tensor in tensor_arguments(op, args, kwargs):
         if is_scratch(tensor):
-            work.stages.reserve(slot, tensor)
+            work.bridges.reserve(place, tensor)
 
 
 def reserve_results(work: Work, op: OpOverload, returned: Any) -> None:
     """Makes the buffers for the results of a split op."""
     for i, result in enumerate(results_of(returned)):
         if isinstance(result, torch.Tensor):
-            work.stages.reserve(Slot(op._schema.name, "result", i), result)
+            work.bridges.reserve(Place(op._schema.name, "result", i), result)
 
 
 def store_outputs(work: Work, outputs: Sequence[Any]) -> list[Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,12 +74,23 @@ class OutputContract:
         """Whether an output was declared to have no padded rows."""
         return self._by_path.get(path, self._default) is None
 
+    def declared_dim(self, path: str) -> int | None:
+        """The dim that was named for just this output; None if none was."""
+        return self._by_path.get(path)
+
+    def likely_rows(self, path: str, shape: Sequence[int], padded: int) -> Rows:
+        """The token rows of an output of which only the shape is known: its dim of the padded size, or all of them."""
+        dim = self._by_path.get(path, self._default)
+        if dim is not None and dim < len(shape) and shape[dim] == padded:
+            return {dim: 1}
+        return {each: 1 for each, size in enumerate(shape) if size == padded}
+
     def cut(self, outputs: Any, *, padded: int, num_tokens: int, rows: Mapping[str, Rows] | None = None) -> Any:
         """The outputs without their padded rows: views, of the same structure.
 
         Args:
-            rows: from a trace, the dims of each output that are a multiple of `tokens`. Without it (the eager
-                forward) a dim of the padded size is taken to be one.
+            rows: the dims of each output that are a multiple of `tokens`, where that is known. Elsewhere a dim of the
+                padded size is taken to be one.
 
         Raises:
             InputError: an output's padded rows are on another dim than the declared one, or `output_dims` names no
@@ -91,8 +102,11 @@ class OutputContract:
             seen.add(path)
             if not isinstance(value, torch.Tensor) or padded == num_tokens:
                 return value
-            known = {d: 1 for d, size in enumerate(value.shape) if size == padded} if rows is None else rows[path]
-            return self._cut_leaf(path, value, num_tokens, known, traced=rows is not None)
+            known = rows.get(path) if rows is not None else None
+            guessed = {d: 1 for d, size in enumerate(value.shape) if size == padded}
+            return self._cut_leaf(
+                path, value, num_tokens, guessed if known is None else known, traced=known is not None
+            )
 
         result = map_leaves(outputs, leaf)
         strangers = sorted(set(self._by_path) - seen)

@@ -22,7 +22,7 @@ from .layouts import TensorLayout
 from .program import Program
 from .root_memory import Memories
 from .split_calls import (
-    Slot,
+    Place,
     SplitCall,
     map_arguments,
     memory_address,
@@ -134,7 +134,7 @@ class _Walk:
         """Those of them that are no placeholders, whose memory has owners."""
         self._steps: list[Segment | SplitCall] = []
         self._is_open = False
-        self._staged: dict[tuple[Node, Slot], torch.Tensor] = {}
+        self._bridged: dict[tuple[Node, Place], torch.Tensor] = {}
         """Arguments of split ops that are in their buffers already."""
         self._to_restore: list[tuple[torch.Tensor, torch.Tensor]] = []
         """(captured tensor, buffer that a split op wrote for it), to be copied when the next segment starts."""
@@ -203,22 +203,22 @@ class _Walk:
         return node.target(*args, **kwargs)
 
     def _split_call(self, node: Node, op: OpOverload) -> Any:
-        self._stage(node, op)
+        self._bridge(node, op)
         args, kwargs = self._arguments(node)
         written = written_addresses(op, args, kwargs)
-        self._stage_followers(node, op, set(written))
+        self._bridge_followers(node, op, set(written))
         self._blank -= written
         self._close()
         handed: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-        def staged(slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
-            buffer = self._staged.get((node, slot), tensor)
-            if slot.is_written and buffer is not tensor:
+        def bridged(place: Place, tensor: torch.Tensor) -> torch.Tensor:
+            buffer = self._bridged.get((node, place), tensor)
+            if place.is_written and buffer is not tensor:
                 handed.append((tensor, buffer))
             return buffer
 
-        args, kwargs = map_arguments(op, args, kwargs, staged)
-        results = results_at(self._work.stages, op, self._observed.calls[node.name].outputs)
+        args, kwargs = map_arguments(op, args, kwargs, bridged)
+        results = results_at(self._work.bridges, op, self._observed.calls[node.name].outputs)
         self._steps.append(SplitCall(op, args, kwargs, results))
         for tensor, buffer in handed:
             self._hand_over(node, tensor, buffer)
@@ -227,20 +227,20 @@ class _Walk:
             return None
         return seen[0] if node.name in self._observed.lone else seen
 
-    def _stage(self, node: Node, op: OpOverload) -> None:
+    def _bridge(self, node: Node, op: OpOverload) -> None:
         """Copies what is scratch among the arguments of a split op to its buffers.
 
         Mostly into the open segment, which made it. Arguments that share memory which the operator writes stay what
         they are: copies of them would be apart.
         """
-        for slot, tensor in self._to_stage(node, op):
-            buffer = self._work.stages.find(slot, TensorLayout.of(tensor))
+        for place, tensor in self._to_bridge(node, op):
+            buffer = self._work.bridges.find(place, TensorLayout.of(tensor))
             if memory_address(tensor) not in self._blank:
                 self._open()
                 buffer.copy_(tensor)
-            self._staged[node, slot] = buffer
+            self._bridged[node, place] = buffer
 
-    def _stage_followers(self, node: Node, op: OpOverload, written: set[int]) -> None:
+    def _bridge_followers(self, node: Node, op: OpOverload, written: set[int]) -> None:
         """Does the same for the split ops after it that no piece precedes, but for what split ops before them write.
 
         Not into a buffer that is in use until then: of an operator that is called before, or with a value in it.
@@ -249,12 +249,12 @@ class _Walk:
         for follower, its_op in self._plan.followers[node]:
             if not self._is_open or not all(argument in self._values for argument in follower.all_input_nodes):
                 return
-            for slot, tensor in self._to_stage(follower, its_op):
-                buffer = self._work.stages.find(slot, TensorLayout.of(tensor))
+            for place, tensor in self._to_bridge(follower, its_op):
+                buffer = self._work.bridges.find(place, TensorLayout.of(tensor))
                 if memory_address(tensor) not in written and its_op not in called and not self._holds_value(buffer):
                     if memory_address(tensor) not in self._blank:
                         buffer.copy_(tensor)
-                    self._staged[follower, slot] = buffer
+                    self._bridged[follower, place] = buffer
             written |= written_addresses(its_op, *self._arguments(follower))
             called.add(its_op)
 
@@ -262,17 +262,17 @@ class _Walk:
         address = memory_address(buffer)
         return any(address in _addresses(value) for value in self._values.values())
 
-    def _to_stage(self, node: Node, op: OpOverload) -> list[tuple[Slot, torch.Tensor]]:
+    def _to_bridge(self, node: Node, op: OpOverload) -> list[tuple[Place, torch.Tensor]]:
         args, kwargs = self._arguments(node)
         written = written_addresses(op, args, kwargs)
         tensors = list(tensor_arguments(op, args, kwargs))
         addresses = [memory_address(tensor) for _, tensor in tensors]
         return [
-            (slot, tensor)
-            for (slot, tensor), address in zip(tensors, addresses, strict=True)
+            (place, tensor)
+            for (place, tensor), address in zip(tensors, addresses, strict=True)
             if address
             and address not in self._owned
-            and (node, slot) not in self._staged
+            and (node, place) not in self._bridged
             and not (address in written and addresses.count(address) > 1)
         ]
 

@@ -1,9 +1,9 @@
 """Split ops between captured segments: their arguments and results at fixed addresses, and the call at a replay.
 
-What a split op gets from a segment is copied to a buffer at the segment's end, and what it returns or writes is copied
-from one at the start of the next: see Note [Who owns captured memory] in device.py. Its other arguments (the model's
-tensors, the KV cache, inputs) have owners and stay where they are. Layers share the buffers: a split op is done with
-them before the next call of the same operator.
+What a split op gets from a segment is copied to a bridge buffer at the segment's end, and what it returns or writes is
+copied from one at the start of the next: see Note [Who owns captured memory] in device.py. Its other arguments (the
+model's tensors, the KV cache, inputs) have owners and stay where they are. Layers share the buffers: a split op is done
+with them before the next call of the same operator.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ..errors import CaptureError
 from .buffers import Buffers
 from .layouts import TensorLayout
 
-Replace = Callable[["Slot", torch.Tensor], torch.Tensor]
+Replace = Callable[["Place", torch.Tensor], torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Slot:
+class Place:
     """Where a split op takes or leaves a tensor."""
 
     op: str
@@ -39,7 +39,7 @@ class Slot:
 def map_arguments(
     op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], replace: Replace
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with `replace(slot, tensor)` for each tensor, also for those in lists."""
+    """The arguments of a call with `replace(place, tensor)` for each tensor, also for those in lists."""
     schema = {argument.name: argument for argument in op._schema.arguments}
     names = list(schema)
 
@@ -47,10 +47,10 @@ def map_arguments(
         info = schema[name].alias_info
         is_written = info is not None and info.is_write
         if isinstance(value, torch.Tensor):
-            return replace(Slot(op._schema.name, name, 0, is_written), value)
+            return replace(Place(op._schema.name, name, 0, is_written), value)
         if isinstance(value, (list, tuple)):
             return [
-                replace(Slot(op._schema.name, name, i, is_written), item) if isinstance(item, torch.Tensor) else item
+                replace(Place(op._schema.name, name, i, is_written), item) if isinstance(item, torch.Tensor) else item
                 for i, item in enumerate(value)
             ]
         return value
@@ -61,12 +61,12 @@ def map_arguments(
 
 def tensor_arguments(
     op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Iterator[tuple[Slot, torch.Tensor]]:
+) -> Iterator[tuple[Place, torch.Tensor]]:
     """Every tensor among the arguments of a call, and where it is."""
-    found: list[tuple[Slot, torch.Tensor]] = []
+    found: list[tuple[Place, torch.Tensor]] = []
 
-    def note(slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
-        found.append((slot, tensor))
+    def note(place: Place, tensor: torch.Tensor) -> torch.Tensor:
+        found.append((place, tensor))
         return tensor
 
     map_arguments(op, args, kwargs, note)
@@ -82,7 +82,7 @@ def results_of(returned: Any) -> list[Any]:
 
 def written_addresses(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
     """The addresses of the memory that a call writes."""
-    return {memory_address(tensor) for slot, tensor in tensor_arguments(op, args, kwargs) if slot.is_written}
+    return {memory_address(tensor) for place, tensor in tensor_arguments(op, args, kwargs) if place.is_written}
 
 
 def memory_address(tensor: torch.Tensor) -> int:
@@ -90,30 +90,30 @@ def memory_address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-class Stages:
-    """The buffers of a phase's split ops, for one bucket."""
+class Bridges:
+    """The bridge buffers of a phase's split ops, for one bucket."""
 
     def __init__(self, buffers: Buffers, bucket: int) -> None:
         self._buffers = buffers
         self._bucket = bucket
 
-    def reserve(self, slot: Slot, tensor: torch.Tensor) -> None:
+    def reserve(self, place: Place, tensor: torch.Tensor) -> None:
         """Makes the buffer for tensors like this one, outside of any capture."""
-        self._buffers.tensor(slot, TensorLayout.of(tensor).dense(), self._bucket)
+        self._buffers.tensor(place, TensorLayout.of(tensor).dense(), self._bucket)
 
-    def find(self, slot: Slot, layout: TensorLayout) -> torch.Tensor:
+    def find(self, place: Place, layout: TensorLayout) -> torch.Tensor:
         """The buffer for tensors of a layout. Raises: CaptureError if the first run had others there."""
-        found = self._buffers.find(slot, layout.dense())
+        found = self._buffers.find(place, layout.dense())
         if found is None:
             raise CaptureError(
-                f"{slot.op}: {slot.name}: expected a tensor like in the first run, got {layout}; the forward must do "
+                f"{place.op}: {place.name}: expected a tensor like in the first run, got {layout}; the forward must do "
                 f"the same each time at one size, or use backend disabled",
-                op=slot.op,
+                op=place.op,
             )
         return found
 
 
-def results_at(stages: Stages, op: OpOverload, outputs: Sequence[Any]) -> list[Any]:
+def results_at(bridges: Bridges, op: OpOverload, outputs: Sequence[Any]) -> list[Any]:
     """Where the results of a split op go: a buffer for each tensor, anything else as it was.
 
     Args:
@@ -131,7 +131,7 @@ def results_at(stages: Stages, op: OpOverload, outputs: Sequence[Any]) -> list[A
                 f"its tensors one by one, or one list of all",
                 op=name,
             )
-        results.append(stages.find(Slot(name, "result", i), output) if isinstance(output, TensorLayout) else output)
+        results.append(bridges.find(Place(name, "result", i), output) if isinstance(output, TensorLayout) else output)
     return results
 
 

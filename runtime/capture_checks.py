@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from ..errors import CaptureError, InputError
 from ..graphs.inputs import BoundInputs
-from ..graphs.outputs import OutputContract, map_leaves
+from ..graphs.outputs import map_leaves
 from ..graphs.trace import OutputRef
 from .programs import AnyProgram
 
@@ -57,16 +57,15 @@ def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return bool(torch.equal(left, right))
 
 
-_NUMBERS = (int, float, complex)
-_CONSTANTS = (bool, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.layout)
+_NUMBERS = (int, float, complex)  # and bool
+_CONSTANTS = (str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.layout)
 
 
-def check_eager_outputs(structure: Any, outputs: Sequence[Any], contract: OutputContract, padded: int) -> None:
-    """Refuses outputs of an eager forward that padding would change and nobody could tell.
+def check_eager_outputs(structure: Any) -> None:
+    """Refuses what an eager forward returns beside tensors, if padding could change it or a replay not make it.
 
     Raises:
-        InputError: one is a number or a size, or an object of which a replay could not make another, or has no dim of
-            the padded size and `output_dims` does not say None for it.
+        InputError: an output is a number, a truth value, a size, or an object that is no constant.
     """
 
     def leaf(path: str, value: Any) -> Any:
@@ -76,20 +75,12 @@ def check_eager_outputs(structure: Any, outputs: Sequence[Any], contract: Output
                 f"{type(value).__name__}, which a replay would return as the first step left it; return its tensors "
                 f"(in tuples, lists, dicts or dataclasses), leave it out, or use backend disabled"
             )
-        if isinstance(value, (torch.Size, *_NUMBERS)) and not isinstance(value, bool):
+        if isinstance(value, (torch.Size, *_NUMBERS)):
             raise InputError(
                 f"output {path!r}: expected a tensor, since an eager forward is captured with padded rows, got the "
                 f"{'size' if isinstance(value, torch.Size) else 'number'} {value!r}, which may be computed from them; "
                 f"return a tensor, or use another compiler with backend tc_piecewise, or backend disabled"
             )
-        if isinstance(value, OutputRef) and not contract.leaves_alone(path) and padded > 1:
-            shape = outputs[value.index].shape
-            if padded not in shape:
-                raise InputError(
-                    f"output {path!r}: expected {padded} rows, one a token of the bucket, got shape {list(shape)}; "
-                    f'return the rows of all tokens, or say output_dims={{"{path}": None}} if padded rows do not '
-                    f"change it"
-                )
         return value
 
     map_leaves(structure, leaf)

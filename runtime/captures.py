@@ -17,14 +17,14 @@ import torch
 
 from ..errors import CaptureError, RuntimeClosedError
 from ..graphs import breakable, full, piecewise
-from ..graphs.addresses import Addresses
+from ..graphs.addresses import Addresses, ModelBindings
 from ..graphs.buffers import Buffers, StaticInputs
 from ..graphs.capture import Capture, Forward, Observed, Work
-from ..graphs.device import GraphDevice, Pool
+from ..graphs.device import GraphDevice
 from ..graphs.dynamo import unchanged
 from ..graphs.inputs import TOKENS, BoundInputs, InputContract, Signature
 from ..graphs.outputs import OutputContract, map_leaves
-from ..graphs.program import SizesByName, assemble
+from ..graphs.program import assemble
 from ..graphs.split_calls import memory_address
 from ..ops.context import noting_reads, use_context
 from ..phases import Backend, GraphConfig, Phase
@@ -36,24 +36,24 @@ from .capture_checks import (
     plain_attributes,
     written_by,
 )
-from .context_values import moving_tensors, plain_values, problems
+from .capture_room import NO_ROOM, CaptureRoom
+from .capture_slot import Slot, Step, Table
+from .context_values import moving_tensors, problems
 from .entries import Entry
 from .events import Recorder
 from .forward import check_written
-from .memory import CaptureBudget
-from .programs import AnyProgram, EagerProgram
-from .static_context import AddressKey, ContextDoesNotFit, StaticContext, has_grown
+from .programs import EagerProgram
+from .static_context import ContextDoesNotFit, StaticContext
 from .step import inside_step
 from .step_context import pad_context, warn_of_forgotten
+from .token_rows import check_rows, find_rows, shapes_of
 
 MAX_SLOTS = 4
 """Captures of one entry, for models with dynamic dims beside `tokens`: one for each set of their sizes."""
 MAX_TABLES = 8
 """Sets of inputs that a phase is captured for; each has buffers of its own."""
-MAX_STALE = 4
-"""Times in a row that a capture may go stale early before its bucket is captured no more."""
-EARLY_REPLAYS = 16
-"""A capture that was replayed as often was worth its time, even if it goes stale."""
+MIN_SLOT_STEPS = 64
+"""Steps of an entry after which one of its captures that did not run gives way to other sizes."""
 
 _BACKENDS = {Backend.FULL: full, Backend.BREAKABLE: breakable, Backend.TC_PIECEWISE: piecewise}
 
@@ -63,56 +63,6 @@ class NotCaptured:
 
 
 NOT_CAPTURED = NotCaptured()
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Slot:
-    """The place of one capture: of an entry, at certain sizes of the dims beside `tokens`."""
-
-    entry: Entry
-    backend: Backend
-    capture: Capture | None = None
-    work: Work | None = None
-    """What it was made of; kept to make it again in another pool."""
-    observed: Observed | None = None
-    context: object = None
-    """The context that it was made with: the static copy, where the backend reads one."""
-    plain: tuple[Any, ...] = ()
-    """What else of the context it has frozen: its class, and its values that are no tensors."""
-    reads_context: bool = False
-    """Whether what is captured has read the context itself, and not only its split ops."""
-    address_key: AddressKey = ()
-    attributes: Mapping[str, Any] | None = None
-    """The debug mode: plain attributes of the model's modules that it has frozen."""
-    refused: str | None = None
-    """Why there will be no capture any more."""
-    num_bytes: int = 0
-    """What it added to the pool."""
-    seconds: float = 0.0
-    num_replays: int = 0
-    num_stale: int = 0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Table:
-    """What the captures of one phase and set of inputs share."""
-
-    buffers: Buffers
-    inputs: StaticInputs
-    context: StaticContext
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Step:
-    """One step: what runs, at which sizes, on what."""
-
-    entry: Entry
-    program: AnyProgram
-    bound: BoundInputs
-    sizes: SizesByName
-    """By name, `tokens` being the bucket."""
-    context: object
-    recorder: Recorder
 
 
 class Captures:
@@ -128,8 +78,10 @@ class Captures:
         *,
         max_num_tokens: Mapping[Phase, int],
         context_sizes: Mapping[str, int],
+        bindings: ModelBindings,
     ) -> None:
         self._model = model
+        self._bindings = bindings
         self._config = config
         self._device = device
         self._contract = contract
@@ -139,10 +91,9 @@ class Captures:
         self._debug = config.debug_captures
         self._closed = False
         self._lock = threading.RLock()
-        self._pool: Pool = device.open_pool()
-        self._tables: dict[tuple[Phase, Signature], _Table] = {}
+        self._room = CaptureRoom(config, device)
+        self._tables: dict[tuple[Phase, Signature], Table] = {}
         self._slots: dict[tuple[Entry, frozenset[tuple[str, int]]], Slot] = {}
-        self._budget: CaptureBudget[Slot] = CaptureBudget(config.cuda_graph_memory_budget, config.max_captures)
 
     def run(self, step: Step, *, copy: bool = False, is_padding: bool = False) -> Any:
         """Runs a step: replays its capture, or runs the program once and captures it.
@@ -178,7 +129,8 @@ class Captures:
                 return NOT_CAPTURED
             table.inputs.by_address |= self._written_in_place(step)
             tensors = table.inputs.fill(step.bound, step.sizes[TOKENS])
-            self._budget.used(slot)
+            self._room.used(slot)
+            slot.last_step = entry.num_steps
             with torch.inference_mode(), use_context(context), inside_step():
                 outputs, structure = self._outputs_of(slot, table, step, tensors, context)
                 result = assemble(structure, outputs, tensors, step.sizes, step.bound.sizes)
@@ -186,8 +138,13 @@ class Captures:
                 with torch.inference_mode():
                     self._contract.copy_back(name, step.bound.tensors[name], tensors[name])
             result = self._outputs.cut(
-                result, padded=step.sizes[TOKENS], num_tokens=step.bound.num_tokens, rows=step.program.rows
+                result,
+                padded=step.sizes[TOKENS],
+                num_tokens=step.bound.num_tokens,
+                rows=step.program.rows if step.program.rows is not None else table.rows,
             )
+            if self._room.wants_compaction():
+                self._compact(recorder)
             if is_padding:
                 return None
             if self._debug:
@@ -206,7 +163,7 @@ class Captures:
     @property
     def pool_bytes(self) -> int:
         """Bytes that the pool holds of the device."""
-        return self._pool.num_bytes
+        return self._room.pool.num_bytes
 
     @property
     def buffer_bytes(self) -> int:
@@ -225,8 +182,7 @@ class Captures:
         with self._lock:
             self._closed = True
             for slot in self._slots.values():
-                if slot.capture is not None:
-                    slot.capture.release()
+                self._room.release(slot)
             self._slots.clear()
             self._tables.clear()
             self._device.give_back()
@@ -238,7 +194,7 @@ class Captures:
         if slot is None:
             with self._lock:
                 slot = Slot(step.entry, self._config.phase(step.entry.phase).backend)
-                if len(self.state_of(step.entry)) >= MAX_SLOTS:
+                if not self._has_slot(step.entry):
                     slot.refused = "too many sizes of the dims beside tokens: not captured"
                     return slot
                 if not self._has_table(step.entry):
@@ -247,24 +203,36 @@ class Captures:
                 slot = self._slots.setdefault(key, slot)
         return slot
 
+    def _has_slot(self, entry: Entry) -> bool:
+        """Whether there is a place for yet another capture of an entry; one that nobody uses any more makes it."""
+        slots = self.state_of(entry)
+        if len(slots) < MAX_SLOTS:
+            return True
+        oldest = min(slots, key=lambda slot: slot.last_step)
+        if entry.num_steps - oldest.last_step < MIN_SLOT_STEPS:
+            return False
+        self._room.release(oldest)
+        self._slots = {key: slot for key, slot in self._slots.items() if slot is not oldest}
+        return True
+
     def _has_table(self, entry: Entry) -> bool:
         """Whether there are buffers for an entry's inputs, or room for them."""
         of_phase = {known.signature for known, _ in list(self._slots) if known.phase is entry.phase}
         return entry.signature in of_phase or len(of_phase) < MAX_TABLES
 
-    def _table(self, entry: Entry) -> _Table:
+    def _table(self, entry: Entry) -> Table:
         key = (entry.phase, entry.signature)
         if key not in self._tables:
             most = self._max_num_tokens[entry.phase]
             buffers = Buffers(most)
-            self._tables[key] = _Table(
+            self._tables[key] = Table(
                 buffers=buffers,
                 inputs=StaticInputs(self._contract, buffers, poison_padding=self._debug),
                 context=StaticContext(self._contract, self._context_sizes, most),
             )
         return self._tables[key]
 
-    def _context(self, table: _Table, slot: Slot, step: Step) -> object:
+    def _context(self, table: Table, slot: Slot, step: Step) -> object:
         """What the split ops of the step read; where captured code may read it too, at fixed addresses."""
         size = step.sizes[TOKENS]
         if slot.backend is Backend.FULL:
@@ -280,11 +248,15 @@ class Captures:
         return {name for name in written if not self._contract.dynamic_dims.get(name)}
 
     def _outputs_of(
-        self, slot: Slot, table: _Table, step: Step, tensors: Mapping[str, torch.Tensor], context: object
+        self, slot: Slot, table: Table, step: Step, tensors: Mapping[str, torch.Tensor], context: object
     ) -> tuple[Sequence[Any], Any]:
         """The flat outputs of the step and their structure."""
-        if slot.capture is not None and (why := self._stale(slot, table, step, tensors, context)) is not None:
-            self._drop_stale(slot, why, step.recorder)
+        if slot.capture is not None:
+            why = slot.stale(table, step, tensors, context, self._model)
+            if why is not None:
+                step.recorder.fallback(f"a capture was dropped: {why}", bucket=slot.entry.bucket)
+                self._room.release(slot)
+                slot.went_stale(why)
         if slot.capture is not None:
             assert slot.observed is not None
             if slot.work is not None and self._debug:
@@ -293,8 +265,8 @@ class Captures:
             slot.num_replays += 1
             step.recorder.counters.add("replays", scope=step.recorder.scope)
             return slot.capture.outputs, slot.observed.structure
-        if slot.refused is not None or not self._budget.may_try(slot):
-            step.recorder.fallback(slot.refused or "no room for a capture: other buckets are more useful")
+        if slot.refused is not None or not self._room.may_capture(slot):
+            step.recorder.fallback(slot.refused or NO_ROOM)
             if not step.entry.was_watched:
                 _, outputs, observed = self._watched_run(slot, table, step, tensors, context)
                 return outputs, observed.structure
@@ -306,7 +278,7 @@ class Captures:
         return self._first_run(slot, table, step, tensors, context)
 
     def _watched_run(
-        self, slot: Slot, table: _Table, step: Step, tensors: Mapping[str, torch.Tensor], context: object
+        self, slot: Slot, table: Table, step: Step, tensors: Mapping[str, torch.Tensor], context: object
     ) -> tuple[Work, Sequence[Any], Observed]:
         """Runs the program uncaptured, and finds out what it writes and returns."""
         work = self._work(slot, table, step, tensors, context)
@@ -317,11 +289,24 @@ class Captures:
         step.entry.was_watched = True
         check_written(step.entry.written_inputs, step.bound.tensors)
         if step.program.rows is None:
-            check_eager_outputs(observed.structure, outputs, self._outputs, step.sizes[TOKENS])
+            check_eager_outputs(observed.structure)
+            self._check_rows(table, step, tensors, shapes_of(observed.structure, outputs))
         return work, outputs, observed
 
+    def _check_rows(
+        self, table: Table, step: Step, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        """Learns where an eager forward's outputs have token rows, from the first bucket that can tell."""
+        if step.sizes[TOKENS] < 2:
+            return  # nothing is ever padded to one
+        if table.rows is None:
+            table.rows = find_rows(
+                step.program, self._model, shapes, tensors, step.sizes, self._contract, self._outputs
+            )
+        check_rows(table.rows, shapes, step.sizes[TOKENS], self._outputs)
+
     def _first_run(
-        self, slot: Slot, table: _Table, step: Step, tensors: Mapping[str, torch.Tensor], context: object
+        self, slot: Slot, table: Table, step: Step, tensors: Mapping[str, torch.Tensor], context: object
     ) -> tuple[Sequence[Any], Any]:
         """Runs the program for this step's outputs, then captures it."""
         work, outputs, observed = self._watched_run(slot, table, step, tensors, context)
@@ -329,20 +314,20 @@ class Captures:
         at_home = {name: step.bound.tensors[name] for name in table.inputs.by_address & work.tensors.keys()}
         work = dataclasses.replace(work, tensors={**work.tensors, **at_home})
         slot.work, slot.observed = work, observed
-        slot.context, slot.plain = context, (type(context), *plain_values(context))
-        whole = slot.backend is Backend.FULL
-        if whole and (reasons := problems(step.context)):
-            self._refuse(slot, reasons[0], step.recorder)
+        slot.freeze(context, table)
+        if slot.is_whole and (reasons := problems(step.context)):
+            slot.refuse(reasons[0])
+            step.recorder.fallback(reasons[0])
             return outputs, observed.structure
-        slot.address_key = table.context.address_key(context, tokens_only=not whole)
-        self._make_room(slot, step.recorder)
+        structure = observed.structure
+        self._room.make_room(slot, step.recorder)
         if self._capture(slot, step.recorder):
-            self._settle(slot, step.recorder)
-        return outputs, observed.structure
+            self._room.settle(slot, step.recorder)
+            if self._room.wants_compaction(now=True):
+                self._compact(step.recorder)
+        return outputs, structure
 
-    def _work(
-        self, slot: Slot, table: _Table, step: Step, tensors: Mapping[str, torch.Tensor], context: object
-    ) -> Work:
+    def _work(self, slot: Slot, table: Table, step: Step, tensors: Mapping[str, torch.Tensor], context: object) -> Work:
         if isinstance(step.program, EagerProgram):
             step.program.look_again()
         moving: dict[int, str] = {}
@@ -366,26 +351,33 @@ class Captures:
         assert slot.work is not None
         assert slot.observed is not None
         started = time.perf_counter()
-        before = self._pool.num_bytes
+        before = self._room.pool.num_bytes
         try:
             with (
                 noting_reads() as reads,
                 self._unchanged(slot.work.forward),
-                self._device.session(self._pool) as session,
+                self._device.session(self._room.pool) as session,
             ):
                 steps, outputs = _BACKENDS[slot.backend].capture(session, slot.work, slot.observed)
         except Exception as error:  # whatever a model does: the step itself has run
-            self._refuse(slot, f"the capture failed: {_in_words(error)}", recorder)
+            slot.refuse(f"the capture failed: {_in_words(error)}")
+            recorder.fallback(str(slot.refused))
+            recorder.record("capture_failed", seconds=time.perf_counter() - started, error=str(error))
             return False
         slot.capture = Capture(steps, outputs)
         slot.reads_context = bool(reads)
         held = {name: t for name, t in slot.work.tensors.items() if name in self._table(slot.entry).inputs.by_address}
-        slot.capture.addresses = Addresses(slot.work.forward.bindings, held, with_layouts=self._debug)
+        eager = isinstance(slot.work.forward, EagerProgram)
+        slot.capture.addresses = Addresses(
+            slot.work.forward.bindings,
+            held,
+            vacancies=self._bindings.vacancies() if eager else None,
+            with_layouts=self._debug,
+        )
         slot.attributes = plain_attributes(self._model) if self._debug else None
         slot.num_replays = 0
-        slot.num_bytes = max(0, self._pool.num_bytes - before)
+        self._room.admit(slot, max(0, self._room.pool.num_bytes - before))
         slot.seconds = time.perf_counter() - started
-        self._budget.admit(slot, slot.num_bytes)
         recorder.record(
             "capture",
             seconds=slot.seconds,
@@ -399,109 +391,18 @@ class Captures:
     @contextlib.contextmanager
     def _unchanged(self, forward: Forward) -> Iterator[None]:
         """Refuses an eager forward that sets attributes of the model."""
-        if getattr(forward, "kind", None) != "eager":
+        if not isinstance(forward, EagerProgram):
             yield
             return
         with unchanged(self._model, error=CaptureError, where="capture", who="a replay"):
             yield
 
-    def _stale(
-        self, slot: Slot, table: _Table, step: Step, tensors: Mapping[str, torch.Tensor], context: object
-    ) -> str | None:
-        """Why the capture does not fit the step any more, or None."""
-        assert slot.capture is not None
-        assert slot.capture.addresses is not None
-        assert slot.work is not None
-        if slot.work.forward is not step.program:
-            return "the entry has another program"
-        if (why := slot.capture.addresses.moved(step.bound.tensors)) is not None:
-            return why
-        for name in table.inputs.by_address & tensors.keys():
-            if slot.work.tensors[name] is not tensors[name] and not slot.capture.addresses.has_input(name):
-                return f"another bucket writes the input {name}, which is captured where it is from now on"
-        whole = slot.backend is Backend.FULL
-        if (whole or slot.reads_context) and (type(context), *plain_values(context)) != slot.plain:
-            return f"a value of the context {type(context).__name__} that is no tensor changed"
-        if whole or slot.backend is Backend.BREAKABLE:
-            address_key = table.context.address_key(context, tokens_only=not whole)
-            if address_key != slot.address_key:
-                if has_grown(slot.address_key, address_key):
-                    return _GREW
-                return f"the static tensors of the context {type(context).__name__} moved"
-        if slot.attributes is not None and plain_attributes(self._model) != slot.attributes:
-            return "an attribute of a module that is no tensor changed"
-        return None
-
-    def _drop_stale(self, slot: Slot, why: str, recorder: Recorder) -> None:
-        recorder.fallback(f"a capture was dropped: {why}", bucket=slot.entry.bucket)
-        if why != _GREW:  # by powers of two, so it comes to an end
-            slot.num_stale = slot.num_stale + 1 if slot.num_replays < EARLY_REPLAYS else 1
-        self._release(slot)
-        if slot.num_stale >= MAX_STALE:
-            slot.refused = f"not captured any more, since captures of it go stale at once: {why}"
-
-    def _refuse(self, slot: Slot, reason: str, recorder: Recorder) -> None:
-        slot.refused = reason
-        slot.work = slot.observed = slot.context = None
-        recorder.fallback(reason)
-
-    def _release(self, slot: Slot) -> None:
-        if slot.capture is not None:
-            slot.capture.release()
-        slot.capture = None
-        self._budget.released(slot)
-
-    def _evict(self, slot: Slot, recorder: Recorder) -> None:
-        self._release(slot)
-        recorder.record("evict", bucket_evicted=slot.entry.bucket, phase_evicted=str(slot.entry.phase))
-
-    def _make_room(self, slot: Slot, recorder: Recorder) -> None:
-        """Before a capture: evicts what it is worth more than."""
-        for victim in self._budget.victims(slot, self._pool.num_bytes) or ():
-            self._evict(victim, recorder)
-
-    def _settle(self, slot: Slot, recorder: Recorder) -> None:
-        """After a capture: keeps to the budget, now that it is known what the capture needs."""
-        pool_bytes = self._pool.num_bytes
-        budget = self._budget.budget_bytes
-        if budget is not None and slot.num_bytes > budget:
-            self._release(slot)
-            self._refuse(
-                slot,
-                f"cuda_graph_memory_budget: expected at least {slot.num_bytes} bytes for the bucket "
-                f"{slot.entry.bucket} of {slot.entry.phase}, got {budget}; raise it, or leave the bucket out",
-                recorder,
-            )
-            return
-        if self._budget.over(pool_bytes):
-            victims = self._budget.victims(slot, pool_bytes)
-            if victims is None:
-                self._release(slot)
-                self._budget.refused(slot, slot.num_bytes)
-                recorder.fallback("no room for a capture: other buckets are more useful")
-            for victim in victims or ():
-                self._evict(victim, recorder)
-        if self._budget.wants_compaction(self._pool.num_bytes):
-            self._compact(recorder)
-
     def _compact(self, recorder: Recorder) -> None:
-        started = time.perf_counter()
-        before = self._pool.num_bytes
-        live = [slot for slot in self._slots.values() if slot.capture is not None]
-        for slot in live:
-            self._release(slot)
-        self._device.give_back()
-        self._pool = self._device.open_pool()
-        for slot in sorted(live, key=lambda slot: -(slot.entry.bucket or 0)):
+        def recapture(slot: Slot, its_recorder: Recorder) -> None:
             with torch.inference_mode(), use_context(slot.context), inside_step():
-                self._capture(slot, recorder)
-        self._budget.compacted()
-        recorder.record(
-            "compact", seconds=time.perf_counter() - started, bytes_before=before, bytes_after=self._pool.num_bytes
-        )
+                self._capture(slot, its_recorder)
 
-
-_GREW = "a size in the slots of its context grew; context_sizes gives it room from the start"
+        self._room.compact(list(self._slots.values()), recapture, recorder)
 
 
 def _in_words(error: Exception) -> str:

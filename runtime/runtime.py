@@ -25,7 +25,8 @@ from ..ops.context import use_context
 from ..ops.fused_choice import Choice as FusedChoice
 from ..ops.fused_choice import choose
 from ..phases import Backend, Compiler, GraphConfig, Phase, resolve
-from .captures import NOT_CAPTURED, Captures, Step, step_of_padding
+from .capture_slot import Step
+from .captures import NOT_CAPTURED, Captures, step_of_padding
 from .entries import Entry, EntryKey
 from .events import Counters, Event, Recorder, Scope
 from .explain import Explanation, explain
@@ -70,7 +71,8 @@ class Runtime:
             pad: input -> the value of its padded rows; 0 for the others.
             output_dims: the dim of the outputs that carries the tokens: one for all, or by path (`"hidden"`, `"1"`,
                 `"layers.0"`); None leaves an output as it is, and says that padded rows do not change it.
-            example_inputs: inputs like those of a step, of any size and value, for tracing before the first step.
+            example_inputs: inputs like those of a step, of any size and value, for tracing before the first step. One
+                without dynamic dims is used as it is, and written if the forward writes it, where steps are captured.
             example_context: a context of no tokens and no requests, for capturing before the first step: each bucket
                 is run once on nothing but padding.
             context_sizes: the largest size of each name in the `slots` of a context's fields, such as
@@ -123,6 +125,7 @@ class Runtime:
                 self._outputs,
                 max_num_tokens={phase: self.resolved.ladders[phase].max for phase in Phase},
                 context_sizes=context_sizes or {},
+                bindings=self._bindings,
             )
         self._examples = self._contract.bind(example_inputs) if example_inputs is not None else None
         self._example_context = example_context
@@ -350,7 +353,8 @@ class Runtime:
         num_tokens = bound.num_tokens
         bucket, why = self.resolved.ladders[phase].choose(num_tokens, self.config.phase(phase).max_padding_waste)
         entry = self._entries.get((phase, bound.signature, bucket)) or self._build(phase, bound, bucket, in_step=True)
-        if why is not None and entry.family is not None:  # the eager forward needs no bucket
+        # The eager forward needs no bucket, but for a capture.
+        if why is not None and (entry.family is not None or self._captures_in(phase)):
             recorder = self._recorder.within(Scope(phase=phase, in_step=True))
             recorder.fallback(why, phase=phase, last_bucket=self.resolved.ladders[phase].max)
         size = entry.size if entry.size is not None else num_tokens

@@ -17,7 +17,7 @@ from torch import nn
 
 import piecework as pw
 
-WIDTH = 4
+WIDTH = 6  # no bucket, so that shapes tell rows from columns
 EAGER = ("full", "breakable")
 ALL = ("full", "breakable", "tc_piecewise")
 

@@ -139,6 +139,7 @@ class LLMEngine:
                 self.model.model,
                 config,
                 dynamic_dims={"input_ids": {0: "tokens"}, "positions": {0: "tokens"}},
+                output_dims={"": 0},
                 example_inputs={"input_ids": example, "positions": example.clone()},
                 context_sizes={"requests": self.max_num_seqs, "blocks": -(-self.max_model_len // block_size)},
                 example_context=AttentionContext.build(

@@ -19,7 +19,7 @@ from piecework.graphs.tape import TapeDevice
 WIDTH = 4
 ALL = ("full", "breakable", "tc_piecewise")
 EAGER = ("full", "breakable")
-OPTIONS = ("startup", "debug_captures", "max_captures", "evaluate_guards")
+OPTIONS = ("startup", "debug_captures", "max_captures", "evaluate_guards", "cuda_graph_memory_budget")
 
 
 class Model(nn.Module):
@@ -317,7 +317,7 @@ def test_a_runtime_that_is_let_go_of_without_close(backend: str) -> None:
     runtime = runtime_of(Model(lambda m, x: x * 2), backend)
     for _ in range(3):
         runtime.run("decode", {"x": x_of()})
-    model, captures, pool = weakref.ref(runtime.model), weakref.ref(runtime._captures), runtime._captures._pool
+    model, captures, pool = weakref.ref(runtime.model), weakref.ref(runtime._captures), runtime._captures._room.pool
     del runtime
     gc.collect()
     assert model() is None
@@ -430,3 +430,193 @@ def test_changes_that_only_the_debug_mode_looks_for(backend: str, how: str) -> N
         model.act = nn.Tanh()
     with runtime.counters.expect(captures=1, replays=0):
         torch.testing.assert_close(runtime.run("decode", {"x": x_of()}), model(x_of()))
+
+
+# What appears, and what gives way.
+
+
+@pytest.mark.parametrize("backend", EAGER)
+@pytest.mark.parametrize("how", ["bias", "attribute", "list", "module", "child"])
+def test_a_tensor_that_appears_drops_the_capture(backend: str, how: str) -> None:
+    """An eager forward may look for it; a replay would go on without."""
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+            self.adapter: torch.Tensor | None = None
+            self.adapters: list[torch.Tensor] = []
+            self.child: nn.Module = nn.Identity()
+            self.late = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.child(self.linear(x))
+            if self.adapter is not None:
+                x = x + self.adapter
+            if self.late is not None:
+                x = self.late(x)
+            return x + sum(self.adapters)
+
+    model = Adapted()
+    runtime = runtime_of(model, backend)
+    for _ in range(2):
+        runtime.run("decode", {"x": x_of()})
+    if how == "bias":
+        model.linear.bias = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+    elif how == "attribute":
+        model.adapter = torch.ones(WIDTH)
+    elif how == "list":
+        model.adapters.append(torch.ones(WIDTH))
+    elif how == "module":
+        model.late = nn.Tanh()
+    else:
+        model.child = nn.Tanh()
+    with torch.inference_mode():
+        expected = model(x_of())
+    with runtime.counters.expect(captures=1, replays=0):
+        torch.testing.assert_close(runtime.run("decode", {"x": x_of()}), expected)
+    with runtime.counters.expect(captures=0, replays=1):
+        torch.testing.assert_close(runtime.run("decode", {"x": x_of()}), expected)
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_sizes_that_nobody_uses_any_more_give_way_to_others(backend: str) -> None:
+    runtime = runtime_of(
+        Model(lambda m, x, y: x + y.sum(0)), backend, dynamic_dims={"x": {0: "tokens"}, "y": {0: "rows"}}
+    )
+    for num_rows in (1, 2, 3, 4, *[5] * 80):
+        y = x_of(num_rows, 1)
+        torch.testing.assert_close(runtime.run("decode", {"x": x_of(), "y": y}), x_of() + y.sum(0))
+    assert runtime.counters["captures"] == 5
+    assert runtime.counters["replays"] > 10
+
+
+class Rows(nn.Module):
+    """Outputs whose shapes say little."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.weight = nn.Parameter(torch.randn(8, WIDTH), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x @ self.weight.t()  # [tokens, 8]
+        kinds = {"plain": y, "last": y[-1], "square": y @ y.t(), "turned": y.t(), "twice": torch.cat((y, y), 1)}
+        return kinds.get(self.kind, self.weight)
+
+
+@pytest.mark.parametrize("backend", EAGER)
+@pytest.mark.parametrize("kind", ["plain", "square", "twice"])
+def test_rows_of_an_eager_forward_whose_other_sizes_equal_the_bucket(backend: str, kind: str) -> None:
+    """Bucket 8 and a width of 8: only a run at another size tells them apart, and it is one of fake tensors."""
+    model = Rows(kind)
+    runtime = runtime_of(model, backend)
+    for num_tokens in (7, 7, 3, 8, 2):
+        with torch.inference_mode():
+            expected = model(x_of(num_tokens))
+        torch.testing.assert_close(runtime.run("decode", {"x": x_of(num_tokens)}), expected)
+    assert runtime.counters["replays"] == 2
+
+
+@pytest.mark.parametrize("backend", EAGER)
+@pytest.mark.parametrize("kind", ["last", "weight"])
+def test_an_output_without_rows_whose_size_equals_the_bucket_is_refused(backend: str, kind: str) -> None:
+    for num_tokens in (7, 3):
+        with pytest.raises(pw.InputError, match=r"output '': expected \d rows.*output_dims"):
+            runtime_of(Rows(kind), backend).run("decode", {"x": x_of(num_tokens)})
+    runtime = runtime_of(Rows(kind), backend, output_dims=None)
+    for _ in range(2):
+        assert runtime.run("decode", {"x": x_of(7)}).shape == ((8,) if kind == "last" else (8, WIDTH))
+
+
+def test_an_output_whose_rows_are_on_another_dim_needs_a_word() -> None:
+    with pytest.raises(pw.InputError, match="rows on dim 1"):
+        runtime_of(Rows("turned"), "full").run("decode", {"x": x_of(7)})
+    runtime = runtime_of(Rows("turned"), "full", output_dims=1)
+    for _ in range(2):
+        assert runtime.run("decode", {"x": x_of(7)}).shape == (8, 7)
+
+
+def test_a_buffer_without_a_row_a_token_is_as_large_as_it_is() -> None:
+    model = Model(lambda m, x: (x, m.table * 2), table=torch.ones(1024, 16))
+    runtime = runtime_of(model, "full", buckets=(1, 2, 256), output_dims={"0": 0, "1": None})
+    for num_tokens in (1, 2):
+        runtime.run("decode", {"x": x_of(num_tokens)})
+    assert runtime.explain().as_dict()["memory"]["buffer_bytes"] < 2 * model.table.nbytes
+
+
+# What is counted.
+
+
+def test_the_time_of_a_capture_that_failed_is_counted() -> None:
+    runtime = runtime_of(Model(lambda m, x: x * x.sum().item()), "full")
+    runtime.run("decode", {"x": x_of()})
+    (event,) = [event for event in runtime.events if event.kind == "capture_failed"]
+    assert 0 < event.seconds <= runtime.counters["in_step_seconds"]
+
+
+def test_a_compaction_is_counted_once_and_its_captures_where_they_belong() -> None:
+    runtime = runtime_of(Model(lambda m, x: x * 2), "full")
+    for num_tokens in (1, 3):
+        runtime.run("decode", {"x": x_of(num_tokens)})
+    before = runtime.counters["in_step_seconds"]
+    runtime.compact()
+    assert runtime.counters["in_step_seconds"] == before
+    shares = runtime.counters.by_phase_and_bucket()
+    assert [shares["decode", bucket]["captures"] for bucket in (2, 4)] == [2, 2]
+
+
+def test_an_eviction_is_counted_where_the_evicted_was() -> None:
+    runtime = runtime_of(Model(lambda m, x: x * 2), "full", max_captures=1)
+    for num_tokens in (1, *[3] * 20):
+        runtime.run("decode", {"x": x_of(num_tokens)})
+    shares = runtime.counters.by_phase_and_bucket()
+    assert shares["decode", 2]["evictions"] == 1
+    assert "evictions" not in shares["decode", 4]
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_what_is_evicted_is_released_and_a_compaction_takes_a_new_pool(backend: str) -> None:
+    runtime = runtime_of(Model(lambda m, x: (x @ m.table).tanh() * 2, table=torch.eye(WIDTH)), backend, max_captures=1)
+    room = runtime._captures._room
+    for num_tokens in (1, *[3] * 20):
+        runtime.run("decode", {"x": x_of(num_tokens)})
+    assert room.pool.num_captures == 1
+    old = room.pool
+    runtime.compact()
+    assert room.pool is not old
+    assert (old.num_captures, old.num_bytes) == (0, 0)
+    assert room.pool.num_captures == 1
+
+
+def test_a_pool_over_its_budget_is_compacted_by_itself() -> None:
+    """A bucket that needs more than the budget leaves the pool too large; it is made anew when that pays."""
+    wide = lambda m, x: x.repeat(1, 64).tanh().sum(1, keepdim=True) + x  # noqa: E731
+    runtime = runtime_of(Model(wide), "full", buckets=(2, 512), cuda_graph_memory_budget=16_384)
+    runtime.run("decode", {"x": x_of(1)})
+    runtime.run("decode", {"x": x_of(512)})
+    for _ in range(1500):
+        runtime.run("decode", {"x": x_of(1)})
+    assert runtime.explain().as_dict()["memory"]["pool_bytes"] <= 16_384
+    assert any(event.kind == "compact" for event in runtime.events)
+
+
+@pytest.mark.parametrize("backend", EAGER)
+def test_warming_up_what_is_captured_replays_nothing(backend: str) -> None:
+    runtime = runtime_of(Model(lambda m, x: x * 2), backend, example_inputs={"x": x_of()})
+    runtime.warm_up()
+    with runtime.counters.expect(captures=0, replays=0):
+        runtime.warm_up()
+
+
+def test_a_step_with_more_requests_than_there_is_room_for_runs_uncaptured() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Requests:
+        gain: torch.Tensor = pw.context_field(pad=0, slots={0: "requests"})
+
+    runtime = runtime_of(Model(lambda m, x: x * 2), "full", context_sizes={"requests": 2})
+    for num_requests in (1, 2, 3, 2):
+        result = runtime.run("decode", {"x": x_of()}, Requests(torch.ones(num_requests)))
+        torch.testing.assert_close(result, x_of() * 2)
+    assert runtime.counters["fallbacks"] == {"the step has more requests than context_sizes": 1}
+    assert runtime.counters["replays"] == 2
