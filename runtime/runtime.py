@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -13,33 +11,30 @@ from typing import Any
 
 import torch
 
-from ..errors import CompileError, ConfigError, ContextError, InputError, RuntimeClosedError
+from ..errors import ConfigError, ContextError, InputError, RuntimeClosedError
 from ..graphs.addresses import ModelBindings
 from ..graphs.debug import MutationWitness
 from ..graphs.device import open_device
 from ..graphs.inputs import TOKENS, BoundInputs, InputContract, Signature, ambient_state
 from ..graphs.outputs import OutputContract, OutputDims
-from ..graphs.piece import CompiledPieces
 from ..graphs.portable import PortableProgram
 from ..ops.context import use_context
 from ..ops.fused_choice import Choice as FusedChoice
 from ..ops.fused_choice import choose
-from ..phases import Backend, Compiler, GraphConfig, Phase, resolve
+from ..phases import Compiler, GraphConfig, Phase, resolve
 from .capture_slot import Step
 from .captures import NOT_CAPTURED, Captures, step_of_padding
-from .entries import Entry, EntryKey
+from .entries import Entry
+from .entry_table import MAX_SIGNATURES, EntryTable, is_captured, is_traced
 from .events import Counters, Event, Recorder, Scope
 from .explain import Explanation, explain
-from .forward import check_arguments, check_mapping, check_written, training_modules
+from .forward import check_arguments, check_mapping, check_written
 from .portability import bind_programs, dump_programs, portable_programs
-from .programs import AnyProgram, EagerProgram, ProgramFamily, check_guards
+from .programs import AnyProgram, check_guards
 from .startup import POLICIES
 from .static_context import check_context_sizes
 from .step import inside_step
 from .step_context import pad_context
-
-MAX_SIGNATURES = 8
-"""Sets of inputs that a runtime traces for; a call with yet another one runs eagerly."""
 
 
 class Runtime:
@@ -88,7 +83,7 @@ class Runtime:
         config = config if config is not None else GraphConfig()
         optional = {"pad": pad, "example_inputs": example_inputs}  # not context_sizes: no input has these names
         given = {name: value for name, value in optional.items() if value is not None}
-        self._parameters = check_arguments(model, config, {"dynamic_dims": dynamic_dims, **given})
+        parameters = check_arguments(model, config, {"dynamic_dims": dynamic_dims, **given})
         device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
         self.model = model
         self.resolved = resolve(
@@ -107,16 +102,12 @@ class Runtime:
         self._recorder = Recorder(self.counters)
         self._contract = InputContract(dynamic_dims, pad)
         self._outputs = OutputContract(output_dims)
-        self._entries: dict[EntryKey, Entry] = {}
-        self._families: dict[tuple[Signature, Compiler], ProgramFamily] = {}
-        self._compiled: CompiledPieces = {}
-        self._build_lock = threading.RLock()
         self._witness = MutationWitness() if self.config.evaluate_guards else None
         self._closed = False
-        self._bindings = ModelBindings(model)
+        bindings = ModelBindings(model)
         self._captures: Captures | None = None
         check_context_sizes(self._contract, context_sizes or {})
-        if any(self.config.phase(phase).backend is not Backend.DISABLED for phase in Phase):
+        if any(is_captured(self.config.phase(phase)) for phase in Phase):
             self._captures = Captures(
                 model,
                 self.config,
@@ -125,11 +116,23 @@ class Runtime:
                 self._outputs,
                 max_num_tokens={phase: self.resolved.ladders[phase].max for phase in Phase},
                 context_sizes=context_sizes or {},
-                bindings=self._bindings,
+                bindings=bindings,
             )
         self._examples = self._contract.bind(example_inputs) if example_inputs is not None else None
         self._example_context = example_context
         self._programs = bind_programs(programs, model, self.config)
+        self._table = EntryTable(
+            model,
+            self.resolved,
+            self._contract,
+            self._outputs,
+            fused=self._fused,
+            parameters=parameters,
+            programs=self._programs,
+            witness=self._witness,
+            bindings=bindings,
+            recorder=self._recorder,
+        )
         POLICIES[self.config.startup].on_construct(self)
 
     def run(self, phase: Phase | str, inputs: Mapping[str, Any], context: object = None, *, copy: bool = False) -> Any:
@@ -158,7 +161,7 @@ class Runtime:
             raise RuntimeClosedError("run: this Runtime was closed; make a new one")
         phase = _phase(phase)
         bound = self._contract.bind(check_mapping("inputs", inputs))
-        entry, program, sizes = self._pick(phase, bound)
+        entry, program, sizes = self._table.pick(phase, bound)
         if self._witness is not None:
             check_guards(program, bound, self._fused[self.config.phase(phase).compiler])
         check_written({*program.written_inputs, *entry.written_inputs}, bound.tensors)
@@ -198,16 +201,16 @@ class Runtime:
         Raises: InputError when the inputs are not known yet; as `run` otherwise.
         """
         for each in Phase if phase is None else (_phase(phase),):
-            if not self._traces(each) and not self._captures_in(each):
+            if not is_traced(self.config.phase(each)) and not is_captured(self.config.phase(each)):
                 continue
             for bound in self._known_inputs():
                 # The largest first: a pool in which it has been needs little more for the others.
                 for bucket in reversed(self.resolved.ladders[each].buckets):
-                    entry = self._build(each, bound, bucket, in_step=False)
+                    entry = self._table.build(each, bound, bucket, in_step=False)
                     if self._captures is not None and entry.captures:
                         self._capture_on_padding(self._captures, entry, bound, in_step=False)
                 above = {**bound.sizes, TOKENS: self.resolved.ladders[each].max + 1}
-                self._build(each, dataclasses.replace(bound, sizes=above), None, in_step=False)
+                self._table.build(each, dataclasses.replace(bound, sizes=above), None, in_step=False)
 
     def _capture_largest(self, captures: Captures, entry: Entry, bound: BoundInputs) -> None:
         """Captures a phase's largest bucket before its first step, if it may be run on padding.
@@ -220,7 +223,7 @@ class Runtime:
         if entry.bucket == largest or self._example_context is None or needs_compile:
             return
         try:
-            other = self._build(entry.phase, bound, largest, in_step=True)
+            other = self._table.build(entry.phase, bound, largest, in_step=True)
             self._capture_on_padding(captures, other, bound, in_step=True)
         except Exception as error:  # the step itself does not need it
             scope = Scope(phase=entry.phase, bucket=largest, in_step=True)
@@ -246,17 +249,10 @@ class Runtime:
         if self._captures is not None and not self._closed:
             self._captures.compact(self._recorder)
 
-    def _traces(self, phase: Phase) -> bool:
-        config = self.config.phase(phase)
-        return config.compiler is not Compiler.EAGER or config.backend is Backend.TC_PIECEWISE
-
-    def _captures_in(self, phase: Phase) -> bool:
-        return self.config.phase(phase).backend is not Backend.DISABLED
-
     @property
     def needs_inputs(self) -> bool:
         """Whether a phase has something to do for which inputs must be known: a trace, or captures."""
-        return any(self._traces(phase) or self._captures_in(phase) for phase in Phase)
+        return any(is_traced(config) or is_captured(config) for config in map(self.config.phase, Phase))
 
     @property
     def has_example_inputs(self) -> bool:
@@ -271,7 +267,7 @@ class Runtime:
     @property
     def entries(self) -> tuple[Entry, ...]:
         """The entries made so far, by phase and bucket."""
-        everything = tuple(self._entries.values())
+        everything = tuple(self._table.entries.values())
         return tuple(sorted(everything, key=lambda e: (str(e.phase), e.bucket is None, e.bucket or 0)))
 
     def explain(self) -> Explanation:
@@ -279,7 +275,7 @@ class Runtime:
         return explain(
             resolved=self.resolved,
             entries=self.entries,
-            families=tuple(self._families.values()),
+            families=tuple(self._table.families.values()),
             counters=self.counters,
             witness=self._witness,
             fused={phase: self._fused[self.config.phase(phase).compiler] for phase in Phase},
@@ -295,7 +291,7 @@ class Runtime:
         Raises:
             InputError: nothing was traced yet.
         """
-        written = dump_programs(self._families.values(), Path(directory), self._recorder)
+        written = dump_programs(self._table.families.values(), Path(directory), self._recorder)
         if written is None:
             raise InputError("dump: nothing was traced yet; call run() or warm_up() first")
         return written
@@ -307,8 +303,8 @@ class Runtime:
             InputError: nothing was traced yet.
             PortableError: a program holds something that cannot leave the process.
         """
-        with self._build_lock:
-            programs = portable_programs(self._families.values())
+        with self._table.lock:
+            programs = portable_programs(self._table.families.values())
         if not programs:
             raise InputError(
                 "export: nothing was traced yet; call run() or warm_up() first (compiler eager traces nothing)"
@@ -320,10 +316,7 @@ class Runtime:
         self._closed = True
         if self._captures is not None:
             self._captures.close()
-        with self._build_lock:
-            self._entries.clear()
-            self._families.clear()
-            self._compiled.clear()
+        self._table.clear()
 
     def __enter__(self) -> Runtime:
         return self
@@ -335,11 +328,11 @@ class Runtime:
 
     def _known_inputs(self) -> list[BoundInputs]:
         """Inputs to warm up with: those of earlier steps, else the examples."""
-        signatures = [family.signature for family in self._families.values()]
+        signatures = [family.signature for family in self._table.families.values()]
         if self._examples is not None:
             signatures.insert(0, self._examples.signature)
         signatures += [program.signature for program, _ in self._programs]
-        signatures += [signature for _, signature, _ in list(self._entries)]
+        signatures += [signature for _, signature, _ in list(self._table.entries)]
         signatures = list(dict.fromkeys(map(_under_ambient_state, signatures)))
         if not signatures:
             raise InputError(
@@ -347,132 +340,6 @@ class Runtime:
                 "Runtime, or call run() first"
             )
         return [BoundInputs({}, signature, _free_sizes(signature)) for signature in signatures[:MAX_SIGNATURES]]
-
-    def _pick(self, phase: Phase, bound: BoundInputs) -> tuple[Entry, AnyProgram, Mapping[str, int]]:
-        """The entry for a step, the program that runs, and the sizes it runs at."""
-        num_tokens = bound.num_tokens
-        bucket, why = self.resolved.ladders[phase].choose(num_tokens, self.config.phase(phase).max_padding_waste)
-        entry = self._entries.get((phase, bound.signature, bucket)) or self._build(phase, bound, bucket, in_step=True)
-        # The eager forward needs no bucket, but for a capture.
-        if why is not None and (entry.family is not None or self._captures_in(phase)):
-            recorder = self._recorder.within(Scope(phase=phase, in_step=True))
-            recorder.fallback(why, phase=phase, last_bucket=self.resolved.ladders[phase].max)
-        size = entry.size if entry.size is not None else num_tokens
-        sizes = {**bound.sizes, TOKENS: size}
-        settled = entry.family is not None and entry.program.kind != "eager" and entry.program.holds_at(sizes)
-        scope = Scope(phase=phase, bucket=bucket, in_step=True)
-        if settled and not entry.program.holds_padded_from(num_tokens):
-            # Its branch is the bucket's, and this step's is another one.
-            reason = "the model decides on a size between the step's and the bucket: unpadded"
-            self._recorder.within(scope).fallback(reason, sizes=bound.sizes)
-            settled, size, sizes = False, num_tokens, {**bound.sizes}
-        if settled or entry.family is None:
-            if entry.fallback is not None:
-                self._recorder.within(scope).fallback(entry.fallback)
-            return entry, entry.program, sizes
-        # The entry's program does not hold at this size: of a step without padding, or of another dim.
-        recorder = self._recorder.within(Scope(phase=phase, in_step=True))
-        choice = entry.family.known(size, bound.sizes)
-        if choice is None:
-            with self._build_lock:
-                choice = entry.family.choose(size, bound.sizes, recorder)
-        if choice.fallback is not None:
-            recorder.fallback(choice.fallback, sizes=sizes)
-        program = choice.program or self._eager(bound)
-        return entry, program, {**sizes, TOKENS: choice.size if choice.program is not None else num_tokens}
-
-    def _build(self, phase: Phase, bound: BoundInputs, bucket: int | None, *, in_step: bool) -> Entry:
-        """Makes the entry of a bucket: the only place where programs are traced and compiled."""
-        key = (phase, bound.signature, bucket)
-        with self._build_lock:
-            if key in self._entries:
-                return self._entries[key]
-            recorder = self._recorder.within(Scope(phase=phase, bucket=bucket, in_step=in_step))
-            started = time.perf_counter()
-            entry = self._make_entry(phase, bound, bucket, recorder)
-            entry.build_s = time.perf_counter() - started
-            self._entries[key] = entry
-            recorder.record("entry", seconds=entry.build_s, program=entry.program.kind, why=entry.why)
-        return entry
-
-    def _make_entry(self, phase: Phase, bound: BoundInputs, bucket: int | None, recorder: Recorder) -> Entry:
-        config = self.config.phase(phase)
-        names = [*(name for name, *_ in bound.signature.tensors), *dict(bound.signature.constants)]
-        self._parameters.check_inputs(names)
-        if not self._entries and (text := training_modules(self.model)) is not None:
-            recorder.warn(text)
-        eager = self._eager(bound)
-        why = "compiler eager" + ("; specialize has no effect" if config.specialize else "")
-        entry = Entry(
-            phase=phase,
-            signature=bound.signature,
-            bucket=bucket,
-            family=None,
-            program=eager,
-            size=None,
-            why=why,
-            build_s=0,
-        )
-        if not self._traces(phase):
-            if bucket is not None and self._captures_in(phase):
-                entry.captures, entry.size = True, bucket
-            return entry
-        family = self._family(bound.signature, config.compiler, recorder)
-        if family is None:
-            entry.why = f"more than {MAX_SIGNATURES} sets of inputs: eager"
-            return entry
-        size = bucket if bucket is not None else bound.num_tokens
-        choice = family.choose(size, bound.sizes, recorder)
-        entry.family = family
-        if choice.program is None:
-            entry.why = choice.fallback or entry.why
-            return entry
-        entry.program, entry.size = choice.program, choice.size if bucket is not None else None
-        entry.captures = bucket is not None and self._captures_in(phase)
-        entry.fallback = choice.fallback
-        entry.why = choice.fallback or ("general" if bucket is not None else "no bucket fits: general, unpadded")
-        if bucket is not None and (config.specialize == "all" or bucket in config.specialize):
-            try:
-                entry.program = family.specialized(choice.size, choice.program, recorder)
-                entry.why = "specialize names the bucket"
-            except CompileError as error:
-                # The general program is right for this bucket too; the entry is not built again.
-                entry.why = f"specialising failed, general instead: {error}"
-                recorder.fallback("specialising failed: general", error=str(error))
-        return entry
-
-    def _eager(self, bound: BoundInputs) -> EagerProgram:
-        return EagerProgram(self.model, bound.signature.constants, self._fused[Compiler.EAGER], self._bindings)
-
-    def _family(self, signature: Signature, compiler: Compiler, recorder: Recorder) -> ProgramFamily | None:
-        family = self._families.get((signature, compiler))
-        if family is not None:
-            return family
-        others = [known for known, used in self._families if used is compiler]
-        if len(others) >= MAX_SIGNATURES:
-            recorder.fallback("too many different sets of inputs: eager", inputs=str(signature), first=str(others[0]))
-            return None
-        if others:
-            recorder.fallback(
-                "the set of inputs differs: traced another program", inputs=str(signature), first=str(others[0])
-            )
-        fused = self._fused[compiler]
-        ready = [g for p, g in self._programs if p.signature == signature and p.kernels == fused.kernels]
-        if self._programs and not ready:
-            recorder.fallback("none of the given programs is for these inputs and kernels", inputs=str(signature))
-        family = ProgramFamily(
-            self.model,
-            signature,
-            self._contract,
-            self._outputs,
-            compiler,
-            fused,
-            self._compiled,
-            self._witness,
-            ready,
-        )
-        self._families[signature, compiler] = family
-        return family
 
 
 def _phase(phase: Phase | str) -> Phase:

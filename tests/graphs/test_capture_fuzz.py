@@ -143,8 +143,11 @@ def test_eager_forwards(name):
 
 @pytest.mark.parametrize("name", ["full-aot", "piecewise", "piecewise-aot"])
 def test_programs(name):
+    # AOTAutograd fails where placeholders overlap, one is written and a view of one is returned, captured or not.
+    kinds = tuple(kind for kind in KINDS if kind != "whole") if name.endswith("aot") else KINDS
+
     @settings(quick, max_examples=5 * SCALE)
-    @given(models(KINDS), st.booleans(), steps())
+    @given(models(kinds), st.booleans(), steps())
     def run(arguments, with_y, plan):
         check_captured(arguments, with_y, plan, name)
 

@@ -273,14 +273,14 @@ def test_a_capture_that_fails_puts_back_what_it_has_set(backend: str, what: str)
 
 def test_a_runtime_that_is_closed_between_the_checks_of_a_step() -> None:
     runtime = runtime_of(Model(lambda m, x: x * 2), "full")
-    pick = runtime._pick
+    pick = runtime._table.pick
 
     def closing(*arguments: Any) -> Any:
         picked = pick(*arguments)
         runtime.close()
         return picked
 
-    runtime._pick = closing
+    runtime._table.pick = closing
     with pytest.raises(pw.RuntimeClosedError, match="another thread"):
         runtime.run("decode", {"x": x_of()})
     runtime.compact()

@@ -95,7 +95,7 @@ def offset(result: torch.Tensor) -> int:
 
 def texts(one: pw.Runtime) -> set[str]:
     """The canonical texts of a runtime's pieces."""
-    [family] = one._families.values()
+    [family] = one._table.families.values()
     [program] = family.general
     return set(program.graph.texts.values())
 
@@ -142,13 +142,13 @@ def test_another_kernel_is_another_fingerprint_and_the_text_names_it() -> None:
 
 def test_equal_choices_have_equal_fingerprints_and_share_compiles() -> None:
     first, second = runtime(), runtime("none", "+rms_norm")
-    second._compiled = first._compiled
+    second._table.compiled = first._table.compiled
     first.run("decode", {"x": X})
     with second.counters.expect(traces=1, compiles_general=0):
         second.run("decode", {"x": X})
     assert texts(first) == texts(second)
     third = runtime("none")
-    third._compiled = first._compiled
+    third._table.compiled = first._table.compiled
     third.run("decode", {"x": X})
     assert third.counters["compiles_general"] == third.counters["distinct_pieces"] > 0
     with first.counters.expect(traces=0, compiles_general=0):  # the phases agree, and share one program

@@ -152,7 +152,7 @@ def test_a_step_that_no_trace_holds_for_does_not_wait_for_a_compile(kit):
         done.set()
 
     thread = threading.Thread(target=step, daemon=True)
-    with runtime._build_lock:  # as during a compile in another thread
+    with runtime._table.lock:  # as during a compile in another thread
         thread.start()
         assert done.wait(60)
     thread.join()
