@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from ..errors import InputError
 from ..graphs.dynamo import unchanged
@@ -92,6 +95,32 @@ def _own_sizes(tensor: torch.Tensor, dims: Mapping[int, str]) -> list[int]:
     return [size for dim, size in enumerate(tensor.shape) if dims.get(dim) != TOKENS]
 
 
+class _FakeEverything(TorchDispatchMode):
+    """Runs operators on fake tensors only, and on fake stand-ins of real ones: nothing is computed and nothing written.
+
+    A FakeTensorMode by itself would run an operator for real that gets real tensors alone, such as `buffer.add_(1)`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._fake_mode = FakeTensorMode()
+        self._stand_ins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = tree_map_only(torch.Tensor, self._faked, (args, kwargs or {}))
+        with self._fake_mode:
+            return func(*args, **kwargs)
+
+    def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if id(tensor) not in self._stand_ins:
+            self._stand_ins[id(tensor)] = tensor, self._fake_mode.from_tensor(tensor, static_shapes=True)
+        return self._stand_ins[id(tensor)][1]
+
+
 def _shapes_at(
     program: AnyProgram,
     model: torch.nn.Module,
@@ -102,7 +131,7 @@ def _shapes_at(
 ) -> dict[str, tuple[int, ...]] | None:
     """The outputs' shapes at another number of tokens; None when the forward cannot run on fake tensors."""
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), unchanged(model):
+        with unchanged(model), _FakeEverything():
             fakes = {}
             for name, tensor in tensors.items():
                 dims = contract.dynamic_dims.get(name, {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import json
 import os
@@ -416,7 +417,9 @@ def processes_with(text: str) -> list[str]:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_an_end_by_signal_leaves_nothing(model: Path, temporary: Path, number: int, code: int) -> None:
     words = [sys.executable, "-m", "piecework", "bench", "startup", "--device", "cpu", "--model", str(model)]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # A shell makes what it runs in the background ignore SIGINT, and whoever that starts inherits it.
+    heard = functools.partial(signal.signal, number, signal.SIG_DFL)
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
     try:
         wait_until(lambda: len(processes_with(f"{temporary}/piecework-bench-")) == 1)
         time.sleep(0.5)  # until the parent knows of the process, too

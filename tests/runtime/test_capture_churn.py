@@ -180,7 +180,8 @@ def measured(runtime: pw.Runtime) -> dict[str, int]:
     """What must stay flat."""
     gc.collect()
     assert runtime._captures is not None
-    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
+    everything = (each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter))
+    tensors = [tensor for tensor in everything if tensor.layout is torch.strided]
     memories = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return {
         "pool bytes": runtime._captures.pool_bytes,

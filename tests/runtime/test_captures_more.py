@@ -519,6 +519,37 @@ def test_rows_of_an_eager_forward_whose_other_sizes_equal_the_bucket(backend: st
 
 
 @pytest.mark.parametrize("backend", EAGER)
+def test_looking_for_the_rows_changes_nothing(backend: str) -> None:
+    """The run at another size computes nothing and writes nothing, also where a forward writes into real tensors."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(1))
+            self.register_buffer("sums", torch.zeros(WIDTH))
+            self.register_buffer("cache", torch.zeros(8, WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count.add_(1)
+            self.sums += x.sum(0)
+            torch.add(self.sums, 1, out=self.sums)
+            store(x, self.cache)
+            return x @ self.cache[: len(x)].t()  # [tokens, tokens]
+
+    model, reference = Counting(), Counting()
+    runtime = runtime_of(model, backend)
+    state = torch.random.get_rng_state()
+    for _ in range(3):
+        context = Step(torch.ones(4))
+        with torch.inference_mode(), pw.use_context(context):
+            expected = reference(x_of(4))
+        torch.testing.assert_close(runtime.run("decode", {"x": x_of(4)}, context), expected)
+    for left, right in zip(model.buffers(), reference.buffers(), strict=True):
+        torch.testing.assert_close(left, right)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("backend", EAGER)
 @pytest.mark.parametrize("kind", ["last", "weight"])
 def test_an_output_without_rows_whose_size_equals_the_bucket_is_refused(backend: str, kind: str) -> None:
     for num_tokens in (7, 3):

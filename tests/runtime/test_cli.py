@@ -245,7 +245,7 @@ def test_ops_without_a_model_says_not_traced() -> None:
     assert (answer["traced"], answer["never_matched"]) == (False, None)
     assert [op["num_matched"] for op in answer["split_ops"]] == [None, None]
     assert answer["split_ops"][0]["name"] == "piecework::packed_attention"
-    assert answer["split_ops"][0]["capturable"] is False
+    assert [op["capturable"] for op in answer["split_ops"]] == [None, None]  # it depends on the call
     names = ["fused_add_rms_norm", "rms_norm", "rotary_embedding", "silu_and_mul"]
     assert [op["name"] for op in answer["fused_ops"]] == names
     assert [text.splitlines()[0] for text in fused] == [f"fused op {name}" for name in names]

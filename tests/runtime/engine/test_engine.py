@@ -111,7 +111,7 @@ def test_a_step_has_no_more_requests_and_tokens_than_allowed(
     checkpoint: Path, chunked: bool, monkeypatch: pytest.MonkeyPatch, assert_equal_to_reference: AssertEqual
 ) -> None:
     limits = {"max_num_batched_tokens": 7 if chunked else 32, "enable_chunked_prefill": chunked}
-    ladders = config(prefill=(16,) if chunked else (16, 64), decode=(1, 2))
+    ladders = config(prefill=(8,) if chunked else (16, 64), decode=(1, 2))
     with LLMEngine(checkpoint, ladders, device="cpu", max_num_seqs=2, max_model_len=32, **limits) as engine:
         steps = Steps(engine, monkeypatch).steps
         assert_equal_to_reference(checkpoint, engine.generate(PROMPTS, GREEDY))
