@@ -25,7 +25,15 @@ class CaptureRoom:
         self._budget: CaptureBudget[Slot] = CaptureBudget(config.cuda_graph_memory_budget, config.max_captures)
         self._was_released = False
         self._num_steps = 0
+        self._known_bytes: int | None = None
         self.pool: Pool = device.open_pool()
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the pool, as of the last capture or release: asking a device takes as long as a short step."""
+        if self._known_bytes is None:
+            self._known_bytes = self.pool.num_bytes
+        return self._known_bytes
 
     def used(self, slot: Slot) -> None:
         """Counts a step of the slot, captured or not."""
@@ -38,17 +46,21 @@ class CaptureRoom:
 
     def make_room(self, slot: Slot, recorder: Recorder) -> None:
         """Before a capture: evicts what it is worth more than."""
-        for victim in self._budget.victims(slot, self.pool.num_bytes) or ():
+        for victim in self._budget.victims(slot, self.pool_bytes) or ():
             self._evict(victim, recorder)
 
-    def admit(self, slot: Slot, num_bytes: int) -> None:
-        """A capture was made, and added so much to the pool."""
-        slot.num_bytes = num_bytes
-        self._budget.admit(slot, num_bytes)
+    def admit(self, slot: Slot) -> None:
+        """A capture was made: notes what it added to the pool."""
+        before, self._known_bytes = self.pool_bytes, None
+        slot.num_bytes = max(0, self.pool_bytes - before)
+        self._budget.admit(slot, slot.num_bytes)
+
+    def failed(self) -> None:
+        """A capture was given up, which may have grown the pool."""
+        self._known_bytes = None
 
     def settle(self, slot: Slot, recorder: Recorder) -> None:
         """After a capture: keeps to the budget, now that it is known what the capture needs."""
-        pool_bytes = self.pool.num_bytes
         budget = self._budget.budget_bytes
         if budget is not None and slot.num_bytes > budget:
             num_bytes, entry = slot.num_bytes, slot.entry
@@ -58,8 +70,8 @@ class CaptureRoom:
                 f"{entry.phase}, got {budget}; raise it, or leave the bucket out"
             )
             recorder.fallback(str(slot.refused))
-        elif self._budget.over(pool_bytes):
-            victims = self._budget.victims(slot, pool_bytes)
+        elif self._budget.over(self.pool_bytes):
+            victims = self._budget.victims(slot, self.pool_bytes)
             if victims is None:
                 num_bytes = slot.num_bytes
                 self.release(slot)
@@ -73,18 +85,19 @@ class CaptureRoom:
         if slot.capture is not None:
             slot.capture.release()
             self._was_released = True
+            self._known_bytes = None
         slot.capture = None
         slot.num_bytes = 0
         self._budget.released(slot)
 
     def wants_compaction(self, *, now: bool = False) -> bool:
-        """Whether all captures should be made again in a new pool; looked at now and then, since the pool is slow.
+        """Whether all captures should be made again in a new pool; looked at now and then.
 
         Args:
             now: looks in any case.
         """
         due = now or (self._was_released and self._num_steps % LOOK_AGAIN_STEPS == 0)
-        return due and self._budget.wants_compaction(self.pool.num_bytes)
+        return due and self._budget.wants_compaction(self.pool_bytes)
 
     def compact(self, slots: Iterable[Slot], recapture: Callable[[Slot, Recorder], None], recorder: Recorder) -> None:
         """Makes every capture again in a new pool, the largest bucket first, and gives the old one back.
@@ -93,19 +106,19 @@ class CaptureRoom:
             recapture: makes one, or counts why it could not.
         """
         started = time.perf_counter()
-        before = self.pool.num_bytes
+        before = self.pool_bytes
         live = [slot for slot in slots if slot.capture is not None]
         for slot in live:
             self.release(slot)
         self._device.give_back()
-        self.pool = self._device.open_pool()
+        self.pool, self._known_bytes = self._device.open_pool(), None
         for slot in sorted(live, key=lambda slot: -(slot.entry.bucket or 0)):
             # What a step waits for is the whole, which is counted below.
             recapture(slot, recorder.within(Scope(phase=slot.entry.phase, bucket=slot.entry.bucket)))
         self._budget.compacted()
         self._was_released = False
         recorder.record(
-            "compact", seconds=time.perf_counter() - started, bytes_before=before, bytes_after=self.pool.num_bytes
+            "compact", seconds=time.perf_counter() - started, bytes_before=before, bytes_after=self.pool_bytes
         )
 
     def _evict(self, slot: Slot, recorder: Recorder) -> None:

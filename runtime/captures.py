@@ -351,7 +351,6 @@ class Captures:
         assert slot.work is not None
         assert slot.observed is not None
         started = time.perf_counter()
-        before = self._room.pool.num_bytes
         try:
             with (
                 noting_reads() as reads,
@@ -360,6 +359,7 @@ class Captures:
             ):
                 steps, outputs = _BACKENDS[slot.backend].capture(session, slot.work, slot.observed)
         except Exception as error:  # whatever a model does: the step itself has run
+            self._room.failed()
             slot.refuse(f"the capture failed: {_in_words(error)}")
             recorder.fallback(str(slot.refused))
             recorder.record("capture_failed", seconds=time.perf_counter() - started, error=str(error))
@@ -376,7 +376,7 @@ class Captures:
         )
         slot.attributes = plain_attributes(self._model) if self._debug else None
         slot.num_replays = 0
-        self._room.admit(slot, max(0, self._room.pool.num_bytes - before))
+        self._room.admit(slot)
         slot.seconds = time.perf_counter() - started
         recorder.record(
             "capture",
