@@ -6,6 +6,7 @@ happen, and begins the next one.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,7 +52,7 @@ def capture(session: Session, work: Work, observed: Observed) -> tuple[list[Segm
     return [*breaks.steps, session.end()], outputs
 
 
-class _SplitOpMode(TorchDispatchMode):
+class _SplitOpMode(TorchDispatchMode, abc.ABC):
     """Tells split ops from other operators, and scratch from memory that has an owner."""
 
     def __init__(self, work: Work, observed: Observed) -> None:
@@ -83,9 +84,9 @@ class _SplitOpMode(TorchDispatchMode):
     def before(self, op: OpOverload, taken: Mapping[int, torch.Tensor]) -> None:
         """Called before each operator that is no split op, with its tensors by the address of their memory."""
 
+    @abc.abstractmethod
     def split_call(self, name: str, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Called in place of a split op."""
-        raise NotImplementedError
 
     def is_scratch(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory is the forward's own."""

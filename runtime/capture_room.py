@@ -90,6 +90,11 @@ class CaptureRoom:
         slot.num_bytes = 0
         self._budget.released(slot)
 
+    def forget(self, slot: Slot) -> None:
+        """Drops a slot that will not run any more."""
+        self.release(slot)
+        self._budget.forget(slot)
+
     def wants_compaction(self, *, now: bool = False) -> bool:
         """Whether all captures should be made again in a new pool; looked at now and then.
 

@@ -211,7 +211,7 @@ class Captures:
         oldest = min(slots, key=lambda slot: slot.last_step)
         if entry.num_steps - oldest.last_step < MIN_SLOT_STEPS:
             return False
-        self._room.release(oldest)
+        self._room.forget(oldest)
         self._slots = {key: slot for key, slot in self._slots.items() if slot is not oldest}
         return True
 

@@ -156,6 +156,12 @@ class CaptureBudget(Generic[K]):
             self._chosen.discard(key)
         self._drop(key)
 
+    def forget(self, key: K) -> None:
+        """`key` is gone for good, and its capture with it."""
+        self._drop(key)
+        self._records.pop(key, None)
+        self._chosen.discard(key)
+
     def wants_compaction(self, pool_bytes: int) -> bool:
         """Whether to record what lives anew, into a new pool; call `compacted` after it."""
         if not self._live or self._step < self._no_compaction_before:

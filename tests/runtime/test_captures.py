@@ -5,8 +5,6 @@ The toy has `LAYERS` layers with one split op each, so a step calls split-op bod
 
 from __future__ import annotations
 
-import dataclasses
-import gc
 import threading
 from typing import Any
 
@@ -17,86 +15,20 @@ from torch import nn
 import piecework as pw
 from piecework.graphs.buffers import StaticInputs
 from piecework.graphs.piece import CompiledPiece
-from piecework.graphs.tape import TapeDevice
 
-WIDTH = 8
-LAYERS = 3
-BODIES = [0]
-BACKENDS = (
-    ("full", "eager"),
-    ("full", "aot_eager"),
-    ("breakable", "eager"),
-    ("tc_piecewise", "eager"),
-    ("tc_piecewise", "aot_eager"),
+from .toy_captures import (
+    BACKENDS,
+    BODIES,
+    LAYERS,
+    SEGMENTS,
+    WIDTH,
+    Slots,
+    Toy,
+    plain,
+    runtime_of,
+    step,
+    x_of,
 )
-SEGMENTS = {"full": 1, "breakable": LAYERS + 1, "tc_piecewise": LAYERS + 1}
-
-
-@dataclasses.dataclass(frozen=True)
-class Slots:
-    """Which row of the cache each token is written to."""
-
-    slots: torch.Tensor = pw.context_field(pad=-1)
-
-
-@pw.split_op(mutates_args=("cache", "out"), name="piecework_captures::mix", capturable=True)
-def mix(x: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> None:
-    """Stores each token's row at its slot, -1 for none; the last row of the cache is a dump for those."""
-    BODIES[0] += 1
-    slots = pw.get_context(Slots).slots
-    cache[torch.where(slots < 0, len(cache) - 1, slots)] = x
-    out.copy_(x + cache[:-1].sum(0))
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("cache", torch.zeros(33, WIDTH), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.up(x)
-        out = torch.empty_like(y)
-        mix(y, self.cache, out)
-        return x + self.down(out.tanh())
-
-
-class Toy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def config_of(backend: str, compiler: str = "eager", *, buckets: tuple[int, ...] = (2, 4, 8), **options: Any) -> Any:
-    phase = pw.PhaseConfig(backend=backend, compiler=compiler, buckets=buckets)
-    return pw.GraphConfig(prefill=phase, decode=phase, capture_device="tape", **options)
-
-
-def runtime_of(model: nn.Module, backend: str, compiler: str = "eager", *, options: Any = None, **more: Any) -> Any:
-    more.setdefault("dynamic_dims", {"x": 0})
-    return pw.Runtime(model, config_of(backend, compiler, **(options or {})), **more)
-
-
-def x_of(num_tokens: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(num_tokens, WIDTH, generator=torch.Generator().manual_seed(seed * 100 + num_tokens))
-
-
-def step(runtime: Any, num_tokens: int, seed: int = 0, phase: str = "decode") -> torch.Tensor:
-    slots = torch.arange(num_tokens) + seed % 8
-    result: torch.Tensor = runtime.run(phase, {"x": x_of(num_tokens, seed)}, Slots(slots))
-    return result
-
-
-def plain(model: nn.Module, num_tokens: int, seed: int = 0) -> torch.Tensor:
-    with torch.inference_mode(), pw.use_context(Slots(torch.arange(num_tokens) + seed % 8)):
-        result: torch.Tensor = model(x_of(num_tokens, seed))
-    return result
 
 
 @pytest.mark.parametrize(("backend", "compiler"), BACKENDS)
@@ -464,110 +396,3 @@ def test_other_dynamic_dims_get_captures_of_their_own(backend: str, compiler: st
     assert runtime.counters["captures"] == 4
     assert runtime.counters["replays"] == 2
     assert runtime.counters["fallbacks"]["too many sizes of the dims beside tokens: not captured"] == 2
-
-
-# Memory.
-
-
-@pytest.mark.parametrize(("backend", "compiler"), BACKENDS)
-def test_a_cap_on_captures_evicts_the_least_useful(backend: str, compiler: str) -> None:
-    model, reference = Toy(), Toy()
-    runtime = runtime_of(model, backend, compiler, options={"max_captures": 2})
-    for seed in range(400):
-        num_tokens = (1, 3)[seed % 2] if seed < 40 else (3, 8)[seed % 2]
-        torch.testing.assert_close(step(runtime, num_tokens, seed), plain(reference, num_tokens, seed))
-    captured = {e["bucket"] for e in runtime.explain().as_dict()["entries"] if e["captured"]}
-    assert captured == {4, 8}
-    assert runtime.counters["evictions"] == 1
-
-
-def test_a_budget_too_small_for_one_capture_says_so() -> None:
-    model, reference = Toy(), Toy()
-    runtime = runtime_of(model, "full", options={"cuda_graph_memory_budget": 1})
-    for seed in range(4):
-        torch.testing.assert_close(step(runtime, 3, seed), plain(reference, 3, seed))
-    assert any(
-        reason.startswith("cuda_graph_memory_budget: expected at least") for reason in runtime.counters["fallbacks"]
-    )
-    assert runtime.counters["captures"] == 1
-
-
-@pytest.mark.parametrize(("backend", "compiler"), BACKENDS)
-def test_compaction_keeps_every_capture(backend: str, compiler: str) -> None:
-    model, reference = Toy(), Toy()
-    runtime = runtime_of(model, backend, compiler)
-    for seed, num_tokens in enumerate((1, 3, 8)):
-        step(runtime, num_tokens, seed)
-        plain(reference, num_tokens, seed)
-    before = BODIES[0]
-    with runtime.counters.expect(captures=3, replays=0):
-        runtime.compact()
-    assert BODIES[0] == before
-    with runtime.counters.expect(captures=0, replays=3):
-        for seed, num_tokens in enumerate((1, 3, 8)):
-            torch.testing.assert_close(step(runtime, num_tokens, 5 + seed), plain(reference, num_tokens, 5 + seed))
-
-
-@pytest.mark.parametrize(("backend", "compiler"), BACKENDS)
-def test_close_gives_everything_back(backend: str, compiler: str) -> None:
-    runtime = runtime_of(Toy(), backend, compiler)
-    for num_tokens in (1, 3, 8, 8):
-        step(runtime, num_tokens)
-    captures = runtime._captures
-    assert captures.pool_bytes > 0
-    assert captures.buffer_bytes > 0
-    runtime.close()
-    gc.collect()
-    assert captures.pool_bytes == 0
-    assert captures.buffer_bytes == 0
-
-
-# Startup.
-
-
-def no_tokens() -> dict[str, Any]:
-    return {"example_inputs": {"x": x_of(2)}, "example_context": Slots(torch.zeros(0, dtype=torch.int64))}
-
-
-@pytest.mark.parametrize(("backend", "compiler"), BACKENDS)
-def test_eager_startup_captures_everything_on_nothing_but_padding(backend: str, compiler: str) -> None:
-    model, reference = Toy(), Toy()
-    runtime = runtime_of(model, backend, compiler, options={"startup": "eager"}, **no_tokens())
-    assert runtime.counters["captures"] == 6
-    assert runtime.counters["in_step_seconds"] == 0
-    for left, right in zip(model.buffers(), reference.buffers(), strict=True):
-        assert torch.equal(left[:-1], right[:-1])  # the dump row took the padding
-    with runtime.counters.expect(captures=0, replays=4):
-        for seed, num_tokens in enumerate((1, 3, 8, 2)):
-            torch.testing.assert_close(step(runtime, num_tokens, seed), plain(reference, num_tokens, seed))
-
-
-def test_eager_startup_without_a_context_says_what_to_pass() -> None:
-    with pytest.raises(pw.InputError, match="example_context"):
-        runtime_of(Toy(), "full", options={"startup": "eager"}, example_inputs={"x": x_of(2)})
-
-
-@pytest.mark.parametrize(("backend", "compiler"), BACKENDS)
-def test_a_lazy_start_captures_the_largest_bucket_first_where_that_saves_memory(
-    backend: str, compiler: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(TapeDevice, "wants_largest_first", True)
-    model, reference = Toy(), Toy()
-    runtime = runtime_of(model, backend, compiler, **no_tokens())
-    with runtime.counters.expect(captures=2, replays=0):
-        torch.testing.assert_close(step(runtime, 1, 0), plain(reference, 1, 0))
-    captured = [event.scope.bucket for event in runtime.events if event.kind == "capture"]
-    assert captured == [8, 2]
-    with runtime.counters.expect(captures=0, replays=1):
-        torch.testing.assert_close(step(runtime, 7, 1), plain(reference, 7, 1))
-    with runtime.counters.expect(captures=1, replays=0):  # the step is of the largest bucket itself
-        torch.testing.assert_close(step(runtime, 7, 2, "prefill"), plain(reference, 7, 2))
-
-
-def test_a_context_that_fits_no_padding_costs_the_largest_bucket_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TapeDevice, "wants_largest_first", True)
-    model, reference = Toy(), Toy()
-    runtime = runtime_of(model, "full", **{**no_tokens(), "example_context": object()})
-    torch.testing.assert_close(step(runtime, 1, 0), plain(reference, 1, 0))
-    assert any("largest bucket could not be captured first" in reason for reason in runtime.counters["fallbacks"])
-    assert runtime.counters["captures"] == 1
