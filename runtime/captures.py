@@ -39,6 +39,7 @@ from .capture_checks import (
 from .capture_room import NO_ROOM, CaptureRoom
 from .capture_slot import Slot, Step, Table
 from .context_values import moving_tensors, problems
+from .eager_rows import check_rows, find_rows, shapes_of
 from .entries import Entry
 from .events import Recorder
 from .forward import check_written
@@ -46,7 +47,6 @@ from .programs import EagerProgram
 from .static_context import ContextDoesNotFit, StaticContext
 from .step import inside_step
 from .step_context import pad_context, warn_of_forgotten
-from .token_rows import check_rows, find_rows, shapes_of
 
 MAX_SLOTS = 4
 """Captures of one entry, for models with dynamic dims beside `tokens`: one for each set of their sizes."""
