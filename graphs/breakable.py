@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import CaptureError
 from ..ops import registry
 from .capture import Observed, Work, reserve_arguments, reserve_outputs, reserve_results, store_outputs
+from .copies import Pair, copy_all
 from .device import Segment, Session
 from .layouts import CallLayout, TensorLayout
 from .memory import tensors_in
@@ -147,7 +148,8 @@ class _Breaking(_SplitOpMode):
         tensors = list(tensor_arguments(op, args, kwargs))
         addresses = [memory_address(tensor) for _, tensor in tensors]
         written = {address for (place, _), address in zip(tensors, addresses, strict=True) if place.is_written}
-        back: list[tuple[torch.Tensor, torch.Tensor]] = []
+        to_buffers: list[Pair] = []
+        back: list[Pair] = []
         blank = frozenset(self._blank)
         self._blank -= written
 
@@ -158,17 +160,17 @@ class _Breaking(_SplitOpMode):
                 return tensor
             buffer = self.work.bridges.find(place, TensorLayout.of(tensor))
             if address not in blank:
-                buffer.copy_(tensor)
+                to_buffers.append((buffer, tensor))
             if place.is_written:
                 back.append((tensor, buffer))
             return buffer
 
         args, kwargs = map_arguments(op, args, kwargs, bridged)
+        copy_all(to_buffers)
         results = results_at(self.work.bridges, op, layout.outputs)
         self.steps += [self.session.end(), SplitCall(op, args, kwargs, results)]
         self.session.begin()
-        for tensor, buffer in back:
-            tensor.copy_(buffer)
+        copy_all(back)
         seen = [self._own_copy(result) for result in results]
         if not results:
             return None

@@ -7,12 +7,14 @@ of them runs at a time.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 
 from .inputs import TOKENS, BoundInputs, InputContract, check_pad
 from .layouts import TensorLayout
+from .prepared_fill import Target
+from .tails import PadValue, Tail, corner, tail_kind, tail_views
 
 _MAX_TENSORS = 8192
 """Kept by a phase's buffers; far more than its buckets have."""
@@ -32,6 +34,8 @@ class Buffers:
         self._memories: dict[tuple[Hashable, torch.device], torch.UntypedStorage] = {}
         self._replaced_bytes = 0
         self._tensors: dict[tuple[Hashable, TensorLayout], torch.Tensor] = {}
+        self._tails: dict[int, Tail] = {}
+        """By the address of the buffer."""
 
     @property
     def num_bytes(self) -> int:
@@ -57,6 +61,7 @@ class Buffers:
             replaced_bytes = memory.nbytes() if memory is not None else 0
             memory = _allocate(max(self._largest(layout, bucket), 2 * replaced_bytes), layout.device)
             self._memories[name, layout.device] = memory
+            self._tails.pop(memory.data_ptr(), None)  # of what lay there before and is gone
             if self._keeps_replaced:
                 self._replaced_bytes += replaced_bytes
             else:
@@ -71,6 +76,20 @@ class Buffers:
     def find(self, name: Hashable, layout: TensorLayout) -> torch.Tensor | None:
         """What `tensor` returned for this layout, if it did."""
         return self._tensors.get((name, layout))
+
+    def tail(self, static: torch.Tensor) -> Tail:
+        """What is known of the buffer that a tensor of `tensor` lies in."""
+        return self._tails.setdefault(static.untyped_storage().data_ptr(), Tail())
+
+    def note_fill(self, static: torch.Tensor, shape: Sequence[int], value: PadValue) -> None:
+        """Notes that a tensor of `shape` was written to the start of `static`, which is contiguous, and its tail."""
+        if static.dim() and static.numel():
+            self.tail(static).written(tail_kind(static, value), shape, static.shape[0])
+
+    def forget_tails(self) -> None:
+        """Something else may have been written to any of the buffers."""
+        for tail in self._tails.values():
+            tail.forget()
 
     def _largest(self, layout: TensorLayout, bucket: int) -> int:
         # Any size might be that of one token; a buffer without a row a token must not be multiplied by the ladder.
@@ -117,7 +136,21 @@ class StaticInputs:
         static = self._buffers.tensor(("input", name), layout, bucket)
         if self._poison_padding and tensor.dtype.is_floating_point:
             value = float("nan")
-        return fill_padded(static, tensor, value)
+        fill_padded(static, tensor, value)
+        self._buffers.note_fill(static, tensor.shape, value)
+        return static
+
+    def targets(self, tensors: Mapping[str, torch.Tensor], filled: Mapping[str, torch.Tensor]) -> list[Target]:
+        """What `fill`, which returned `filled` for `tensors`, did with each of them; none of those in `by_address`."""
+        return [
+            Target(
+                source=tensor,
+                static=filled[name],
+                value=self._contract.pad.get(name, 0),
+                tail=self._buffers.tail(filled[name]),
+            )
+            for name, tensor in tensors.items()
+        ]
 
 
 def padded_shape(tensor: torch.Tensor, dims: Mapping[int, str], bucket: int) -> tuple[int, ...]:
@@ -127,10 +160,7 @@ def padded_shape(tensor: torch.Tensor, dims: Mapping[int, str], bucket: int) -> 
 
 def fill_padded(static: torch.Tensor, tensor: torch.Tensor, value: float) -> torch.Tensor:
     """Writes `tensor` to the start of `static` along each dim and `value` to the rest; returns `static`."""
-    head = static
-    for dim, size in enumerate(tensor.shape):
-        if size < static.shape[dim]:
-            head.narrow(dim, size, static.shape[dim] - size).fill_(value)
-            head = head.narrow(dim, 0, size)
-    head.copy_(tensor)
+    for view in tail_views(static, tensor.shape):
+        view.fill_(value)
+    corner(static, tensor.shape).copy_(tensor)
     return static

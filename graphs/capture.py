@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -13,7 +14,9 @@ from ..errors import CaptureError
 from .addresses import Addresses
 from .bindings import Bindings
 from .buffers import Buffers
-from .device import Segment
+from .copies import Pair, copy_all
+from .device import Launchable, Segment
+from .direct_calls import are_operators_watched
 from .layouts import CallLayout, TensorLayout
 from .program import Hook, SizesByName, TensorsByName
 from .split_calls import Bridges, Place, SplitCall, memory_address, results_of, tensor_arguments
@@ -122,6 +125,7 @@ def store_outputs(work: Work, outputs: Sequence[Any]) -> list[Any]:
     """
     own = {id(tensor) for tensor in work.forward.bindings.model_tensors()}
     stored: list[Any] = []
+    pairs: list[Pair] = []
     for i, output in enumerate(outputs):
         if not isinstance(output, torch.Tensor) or id(output) in own:
             stored.append(output)
@@ -132,8 +136,22 @@ def store_outputs(work: Work, outputs: Sequence[Any]) -> list[Any]:
                 f"output {i}: expected a tensor like in the first run, got {list(output.shape)} of {output.dtype}; the "
                 f"forward must return the same each time at one size, or use backend disabled"
             )
-        stored.append(buffer.copy_(output))
+        pairs.append((buffer, output))
+        stored.append(buffer)
+    copy_all(pairs)
     return stored
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Calls:
+    """What a replay does, in order: segments and split calls alike."""
+
+    lock: contextlib.AbstractContextManager[Any]
+    """That of the segments, if they have one."""
+    as_operators: tuple[Callable[[], Any], ...]
+    """Split ops are called through the dispatcher."""
+    direct: tuple[Callable[[], Any], ...]
+    """Split ops are called in the cheapest way."""
 
 
 class Capture:
@@ -143,11 +161,11 @@ class Capture:
         self.steps = tuple(steps)
         self.outputs = tuple(outputs)
         """Flat, at fixed addresses; overwritten by the next replay of any capture with the same buffers."""
+        self._is_released = False
         self.addresses: Addresses | None = None
         """What it holds by address, once that is known."""
-        self._calls: tuple[Callable[[], None], ...] = tuple(
-            step if isinstance(step, SplitCall) else step.replay for step in steps
-        )
+        self._calls: _Calls | None = None
+        """Made by the first replay."""
 
     @property
     def num_segments(self) -> int:
@@ -162,15 +180,43 @@ class Capture:
     def replay(self) -> None:
         """Runs the forward on what the static inputs hold, with the caller's step context.
 
+        The first one prepares the calls of split ops, before anything runs.
+
         Raises:
-            CaptureError: a split op returned something of another layout than at the capture.
+            CaptureError: a split op returned something of another layout than at the capture; or it was released.
+            Whatever a split op raises.
         """
-        for call in self._calls:
-            call()
+        calls = self._calls
+        if calls is None:
+            calls = self._calls = self._prepare()
+        with calls.lock:
+            for call in calls.as_operators if are_operators_watched() else calls.direct:
+                call()
 
     def release(self) -> None:
         """Lets go of everything."""
         for step in self.steps:
             if not isinstance(step, SplitCall):
                 step.release()
-        self.steps = self.outputs = self._calls = ()
+        self.steps = self.outputs = ()
+        self._calls = None
+        self._is_released = True
+
+    def _prepare(self) -> _Calls:
+        if self._is_released:
+            raise CaptureError("replay: expected a capture, but this one was released; capture the bucket again")
+        as_operators: list[Callable[[], Any]] = []
+        direct: list[Callable[[], Any]] = []
+        lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        for step in self.steps:
+            if isinstance(step, SplitCall):
+                as_operators.append(step)
+                direct.append(step.direct())
+                continue
+            launch: Callable[[], None] | None = step.replay
+            if isinstance(step, Launchable):
+                lock, launch = step.lock, step.launcher()
+            if launch is not None:
+                as_operators.append(launch)
+                direct.append(launch)
+        return _Calls(lock=lock, as_operators=tuple(as_operators), direct=tuple(direct))

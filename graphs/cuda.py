@@ -21,6 +21,7 @@ import torch
 from ..errors import CaptureError, NotAvailableError
 from .cuda_driver import CaptureState, CudaDriver, load_driver
 from .cuda_pool import CaptureStream, CudaPool, Handle
+from .cuda_steps import StepOrder
 from .layouts import CallLayout
 from .model_line import model_line
 
@@ -43,14 +44,29 @@ class CudaSegment:
         self._pool, self._handle = pool, handle
         self._is_empty = graph is None
 
+    @property
+    def lock(self) -> threading.RLock:
+        """Held around replays."""
+        return _CAPTURING
+
+    def launcher(self) -> Callable[[], None] | None:
+        """torch's own replay of the graph; after `release` it raises RuntimeError. None if nothing was recorded.
+
+        Raises:
+            CaptureError: the segment was released.
+        """
+        if self._graph is not None:
+            return self._graph.replay
+        if not self._is_empty:
+            raise CaptureError("replay: expected a capture, but this one was released; capture the bucket again")
+        return None
+
     def replay(self) -> None:
         """Launches the graph on the current stream."""
-        graph = self._graph
-        if graph is not None:
+        launch = self.launcher()
+        if launch is not None:
             with _CAPTURING:
-                graph.replay()
-        elif not self._is_empty:
-            raise CaptureError("replay: expected a capture, but this one was released; capture the bucket again")
+                launch()
 
     def release(self) -> None:
         """Drops the graph. Its memory may be used by the next capture, whose replays come after on the device.
@@ -244,9 +260,7 @@ class CudaDevice:
                 f"{torch.cuda.get_allocator_backend()}; take backend: out of PYTORCH_CUDA_ALLOC_CONF"
             )
         self.device = torch.device("cuda", index)
-        self._lock = threading.RLock()
-        self._last_stream: int | None = None
-        self._step_done: torch.cuda.Event | None = None
+        self._order = StepOrder(self.device)
         self._capture_stream: CaptureStream | None = None
 
     def open_pool(self) -> CudaPool:
@@ -285,20 +299,9 @@ class CudaDevice:
             finally:
                 caller.wait_stream(stream)
 
-    @contextlib.contextmanager
-    def exclusive(self) -> Iterator[None]:
+    def exclusive(self) -> contextlib.AbstractContextManager[None]:
         """Around a step: one at a time, and on the device after the one before, whatever stream that used."""
-        with self._lock, torch.cuda.device(self.device):
-            stream = torch.cuda.current_stream()
-            if self._step_done is None:
-                self._step_done = torch.cuda.Event()
-            elif self._last_stream != stream.cuda_stream:
-                stream.wait_event(self._step_done)
-            try:
-                yield
-            finally:
-                self._step_done.record(stream)
-                self._last_stream = stream.cuda_stream
+        return self._order
 
     def give_back(self) -> None:
         """Returns to the device what pools without captures held, and whatever else torch's allocator has to spare."""

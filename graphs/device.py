@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -39,6 +39,24 @@ class Segment(Protocol):
 
     def release(self) -> None:
         """Lets go of what it holds; it cannot be replayed afterwards. A second call does nothing."""
+
+
+@runtime_checkable
+class Launchable(Segment, Protocol):
+    """A segment of a device that has a lock around replays, which is taken once for all segments of a capture."""
+
+    @property
+    def lock(self) -> contextlib.AbstractContextManager[Any]:
+        """Held by `replay`, and by whoever calls what `launcher` returns. Re-entrant; one for all its segments."""
+
+    def launcher(self) -> Callable[[], None] | None:
+        """What `replay` does with the lock held, and nothing besides; None: nothing was recorded.
+
+        Not to be called after `release`; the caller sees to that.
+
+        Raises:
+            CaptureError: the segment was released before.
+        """
 
 
 class Session(Protocol):

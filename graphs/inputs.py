@@ -179,6 +179,17 @@ def ambient_state(devices: Iterable[torch.device]) -> tuple[str, ...]:
     return tuple(state)
 
 
+def ambient_key(device_type: str) -> tuple[object, ...]:
+    """All that `ambient_state` looks at, for devices of the CPU and of another type; quick, and to compare only."""
+    cpu, other = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled(device_type)
+    return (
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_autocast_dtype("cpu") if cpu else None,
+        torch.get_autocast_dtype(device_type) if other else None,
+    )
+
+
 def check_pad(name: str, tensor: torch.Tensor, value: int | float) -> None:
     """Raises: InputError when the input's dtype cannot hold its pad value."""
     if isinstance(value, float) and not value.is_integer() and not tensor.dtype.is_floating_point:

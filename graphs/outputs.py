@@ -117,6 +117,16 @@ class OutputContract:
             )
         return result
 
+    def lone_cuts(
+        self, value: torch.Tensor, *, padded: int, num_tokens: int, rows: Mapping[str, Rows] | None = None
+    ) -> tuple[tuple[int, int], ...]:
+        """What `cut` does to a model's only output, if it is like `value`: (dim, size that is left) for each dim.
+
+        Raises: InputError: as `cut`.
+        """
+        cut = self.cut(value, padded=padded, num_tokens=num_tokens, rows=rows)
+        return tuple((dim, size) for dim, size in enumerate(cut.shape) if size != value.shape[dim])
+
     def _cut_leaf(self, path: str, value: torch.Tensor, num_tokens: int, rows: Rows, traced: bool) -> torch.Tensor:
         dim = self._by_path.get(path, self._default)
         if dim is None:

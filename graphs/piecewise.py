@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 
 from ..ops import registry
 from .capture import Observed, Work, call_watched, reserve_arguments, reserve_outputs, reserve_results, store_outputs
+from .copies import Pair, copy_all
 from .device import Segment, Session
 from .layouts import TensorLayout
 from .program import Program
@@ -136,7 +137,9 @@ class _Walk:
         self._is_open = False
         self._bridged: dict[tuple[Node, Place], torch.Tensor] = {}
         """Arguments of split ops that are in their buffers already."""
-        self._to_restore: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._bridging: list[Pair] = []
+        """(buffer, captured tensor), to be copied when the open segment ends."""
+        self._to_restore: list[Pair] = []
         """(captured tensor, buffer that a split op wrote for it), to be copied when the next segment starts."""
         self._blank: set[int] = set()
         """Addresses of captured memory that nothing was written to."""
@@ -174,12 +177,13 @@ class _Walk:
             return
         self._session.begin()
         self._is_open = True
-        for tensor, buffer in self._to_restore:
-            tensor.copy_(buffer)
+        copy_all(self._to_restore)
         self._to_restore.clear()
 
     def _close(self) -> None:
         if self._is_open:
+            copy_all(self._bridging)
+            self._bridging.clear()
             self._steps.append(self._session.end())
             self._is_open = False
 
@@ -209,7 +213,7 @@ class _Walk:
         self._bridge_followers(node, op, set(written))
         self._blank -= written
         self._close()
-        handed: list[tuple[torch.Tensor, torch.Tensor]] = []
+        handed: list[Pair] = []
 
         def bridged(place: Place, tensor: torch.Tensor) -> torch.Tensor:
             buffer = self._bridged.get((node, place), tensor)
@@ -237,7 +241,7 @@ class _Walk:
             buffer = self._work.bridges.find(place, TensorLayout.of(tensor))
             if memory_address(tensor) not in self._blank:
                 self._open()
-                buffer.copy_(tensor)
+                self._bridging.append((buffer, tensor))
             self._bridged[node, place] = buffer
 
     def _bridge_followers(self, node: Node, op: OpOverload, written: set[int]) -> None:
@@ -253,7 +257,7 @@ class _Walk:
                 buffer = self._work.bridges.find(place, TensorLayout.of(tensor))
                 if memory_address(tensor) not in written and its_op not in called and not self._holds_value(buffer):
                     if memory_address(tensor) not in self._blank:
-                        buffer.copy_(tensor)
+                        self._bridging.append((buffer, tensor))
                     self._bridged[follower, place] = buffer
             written |= written_addresses(its_op, *self._arguments(follower))
             called.add(its_op)

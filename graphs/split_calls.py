@@ -9,6 +9,7 @@ with them before the next call of the same operator.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch._ops import OpOverload
 
 from ..errors import CaptureError
 from .buffers import Buffers
+from .direct_calls import direct_call
 from .layouts import TensorLayout
 
 Replace = Callable[["Place", torch.Tensor], torch.Tensor]
@@ -149,12 +151,21 @@ class SplitCall:
         """Where its results are expected."""
 
     def __call__(self) -> None:
-        """Runs it. Raises: CaptureError when its results have another layout than at the first run."""
+        """Calls the operator. Raises: CaptureError when its results have another layout than at the first run."""
         returned = self.op(*self.args, **self.kwargs)
         if self.results:
-            self._store(results_of(returned))
+            self._store(returned)
 
-    def _store(self, returned: Sequence[Any]) -> None:
+    def direct(self) -> Callable[[], Any]:
+        """The same, made ready to be done many times without the dispatcher: see `direct_call`."""
+        call = direct_call(self.op, self.args, self.kwargs)
+        return functools.partial(self._call_and_store, call) if self.results else call
+
+    def _call_and_store(self, call: Callable[[], Any]) -> None:
+        self._store(call())
+
+    def _store(self, got_back: Any) -> None:
+        returned = results_of(got_back)
         if len(returned) != len(self.results):
             self._refuse(f"{len(self.results)} results", f"{len(returned)}")
         for expected, got in zip(self.results, returned, strict=True):

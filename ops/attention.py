@@ -11,84 +11,22 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import NamedTuple, cast
 
 import torch
 
-from ..errors import InputError, NotAvailableError, PieceworkError
+from ..errors import PieceworkError
 from .attention_context import AttentionContext as AttentionContext
+from .attention_shapes import check_context, check_tensors
+from .attention_table import AttentionForward as AttentionForward
+from .attention_table import AttentionImplementation as AttentionImplementation
+from .attention_table import AttentionPrepare as AttentionPrepare
+from .attention_table import AttentionSpec as AttentionSpec
+from .attention_table import Choice as Choice
+from .attention_table import Chosen
+from .attention_table import choose as _choose
 from .context import get_context
 from .split_op import split_op
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionSpec:
-    """What an implementation has to support; equal specs get the same implementation."""
-
-    device_type: str
-    """Where the tensors live: "cpu", "cuda", ..."""
-    dtype: torch.dtype
-    """Of q, k, v and out."""
-    cache_dtype: torch.dtype
-    """Of the layer's cache."""
-    num_heads: int
-    """Query heads."""
-    num_kv_heads: int
-    """Key and value heads; each serves `num_heads // num_kv_heads` query heads."""
-    head_size: int
-    """Elements of one head."""
-    block_size: int
-    """Tokens in one cache block."""
-    window_size: int = 0
-    """Tokens that a token attends to, itself included; 0: all before it."""
-    is_static: bool = False
-    """Whether the context is the runtime's static copy, of which nothing can be read on the host."""
-    is_decode: bool = False
-    """Whether every request has exactly one new token; False for a static context, where it is not known."""
-
-
-class AttentionForward(Protocol):
-    """Stores K and V by `context.slot_mapping`, then fills every row of `out`; shapes as in `paged_attention`."""
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        out: torch.Tensor,
-        scale: float,
-        window_size: int,
-        context: AttentionContext,
-        /,
-    ) -> None: ...
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionImplementation:
-    """A row of the table from which the implementation is chosen."""
-
-    name: str
-    why: str
-    """What speaks for it, in a few words; becomes the reason of the choice."""
-    reject: Callable[[AttentionSpec], str | None]
-    """Why it cannot serve a spec, or None when it can. Must not import the implementation."""
-    load: Callable[[], AttentionForward]
-    """Imports and returns it; called at its first use."""
-    captures: bool = False
-    """Whether a call under a static context can be captured whole: it launches kernels, the same ones in each step."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
-    """Which implementation serves a spec, and why."""
-
-    name: str
-    reason: str
-    passed_over: tuple[tuple[str, str], ...]
-    """(name, reason) of every implementation that was preferred but could not serve."""
-
 
 _TORCH_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -109,8 +47,6 @@ def _reject_triton(spec: AttentionSpec) -> str | None:
         return f"runs on cuda, not on {spec.device_type}"
     if importlib.util.find_spec("triton") is None:
         return "needs triton, which is not installed; pip install triton"
-    if not (spec.is_static or spec.is_decode):
-        return "is slower than torch's operators where requests have many new tokens"
     if spec.head_size > _TRITON_MAX_HEAD_SIZE:
         return f"holds heads of at most {_TRITON_MAX_HEAD_SIZE} elements, not {spec.head_size}"
     return _reject_dtypes(spec, _TRITON_DTYPES)
@@ -130,6 +66,10 @@ def _load_triton() -> AttentionForward:
     return cast(AttentionForward, importlib.import_module("..triton.paged_attention", __name__).paged_attention)
 
 
+def _load_triton_prepare() -> AttentionPrepare:
+    return cast(AttentionPrepare, importlib.import_module("..triton.paged_attention", __name__).prepare)
+
+
 def _load_torch_native() -> AttentionForward:
     return cast(AttentionForward, importlib.import_module("..torch_native", __name__).paged_attention)
 
@@ -145,6 +85,7 @@ IMPLEMENTATIONS: tuple[AttentionImplementation, ...] = (
         reject=_reject_triton,
         load=_load_triton,
         captures=True,
+        load_prepare=_load_triton_prepare,
     ),
     AttentionImplementation(
         name="torch_native",
@@ -169,41 +110,139 @@ def choose_implementation(spec: AttentionSpec) -> Choice:
     Raises:
         NotAvailableError: none does; the message lists each one with its reason.
     """
-    return _choose(spec, IMPLEMENTATIONS)[0]
+    return _choose(spec, IMPLEMENTATIONS).choice
 
 
-@functools.lru_cache(maxsize=256)
-def _choose(
-    spec: AttentionSpec, table: tuple[AttentionImplementation, ...]
-) -> tuple[Choice, AttentionForward, AttentionImplementation]:
-    passed_over: list[tuple[str, str]] = []
-    for implementation in table:
-        reason = implementation.reject(spec)
-        if reason is None:
-            choice = Choice(name=implementation.name, reason=implementation.why, passed_over=tuple(passed_over))
-            return choice, implementation.load(), implementation
-        passed_over.append((implementation.name, reason))
-    reasons = "".join(f"\n  {name}: {reason}" for name, reason in passed_over)
-    raise NotAvailableError(
-        f"paged_attention: no implementation supports {spec}; change the dtype, the cache or the device:{reasons}"
-    )
+class _Kind:
+    """Calls that fit one implementation and one context as well as another: same shapes, dtypes, device and window.
+
+    Layers are of one kind, so that a context is checked for the first of them only.
+    """
+
+    __slots__ = ("block_size", "num_tokens", "spec", "table")
+
+    def __init__(self, spec: AttentionSpec, num_tokens: int, table: tuple[AttentionImplementation, ...]) -> None:
+        self.spec = spec
+        self.block_size = spec.block_size
+        self.num_tokens = num_tokens
+        self.table = table
+
+    def chosen(self, context: AttentionContext) -> Chosen:
+        """What serves such a call with this context, after the checks. Raises: InputError, NotAvailableError."""
+        scratch = context.scratch
+        found: Chosen | None = scratch.get(self)
+        of: _ContextFields | None = scratch.get(_ContextFields)
+        if (
+            of is not None
+            and of.slot_mapping is context.slot_mapping
+            and of.block_table is context.block_table
+            and of.seq_lens is context.seq_lens
+            and of.query_start_loc is context.query_start_loc
+            and of.query_lens_host is context.query_lens_host
+            and of.seq_lens_host is context.seq_lens_host
+            and of.is_static is context.is_static
+        ):
+            if found is not None:
+                return found
+        else:
+            # See Note [Scratch of a context].
+            scratch.clear()
+            scratch[_ContextFields] = _ContextFields.of(context)
+        check_context(context, self.num_tokens, self.block_size)
+        spec = dataclasses.replace(self.spec, is_static=context.is_static, is_decode=context.is_decode)
+        chosen = scratch[self] = _choose(spec, self.table)
+        return chosen
 
 
-def _spec(
-    q: torch.Tensor, k: torch.Tensor, k_cache: torch.Tensor, window_size: int, context: AttentionContext
-) -> AttentionSpec:
-    return AttentionSpec(
-        device_type=q.device.type,
-        dtype=q.dtype,
-        cache_dtype=k_cache.dtype,
-        num_heads=q.shape[1],
-        num_kv_heads=k.shape[1],
-        head_size=q.shape[2],
-        block_size=k_cache.shape[1],
+class _ContextFields(NamedTuple):
+    """What of a context its calls depend on; no context, since its scratch holds this.
+
+    Note [Scratch of a context]
+    Copies of a context share its scratch, and may have other tensors: padded ones, or whatever a caller replaced. What
+    was found or made of the one is wrong for the other, such as addresses. So the scratch says in itself of which
+    tensors it is, and a copy with others begins anew. One step has one copy, so that costs nothing.
+    """
+
+    slot_mapping: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    query_lens_host: tuple[int, ...]
+    seq_lens_host: tuple[int, ...]
+    is_static: bool
+
+    @classmethod
+    def of(cls, context: AttentionContext) -> _ContextFields:
+        """Those of a context."""
+        return cls(*(getattr(context, name) for name in cls._fields))
+
+
+def _kind_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out: torch.Tensor,
+    window_size: int,
+) -> _Kind:
+    """The one object for all such calls. Raises: InputError when the shapes do not fit each other."""
+    shapes = (q.shape, k.shape, v.shape, k_cache.shape, v_cache.shape, out.shape)
+    return _kind(*shapes, window_size, q.dtype, k_cache.dtype, q.device.type, id(IMPLEMENTATIONS))
+
+
+@functools.lru_cache(maxsize=1024)
+def _kind(
+    q: torch.Size,
+    k: torch.Size,
+    v: torch.Size,
+    k_cache: torch.Size,
+    v_cache: torch.Size,
+    out: torch.Size,
+    window_size: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    device_type: str,
+    table_id: int,
+) -> _Kind:
+    # The table by its id: to hash it costs as much as all the rest. A kind holds its table, so the id stays its own.
+    check_tensors(q, k, v, k_cache, v_cache, out, window_size)
+    spec = AttentionSpec(
+        device_type=device_type,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        num_heads=q[1],
+        num_kv_heads=k[1],
+        head_size=q[2],
+        block_size=k_cache[1],
         window_size=window_size,
-        is_static=context.is_static,
-        is_decode=context.is_decode,
     )
+    return _Kind(spec, q[0], IMPLEMENTATIONS)
+
+
+def _prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    window_size: int = 0,
+) -> Callable[[], None]:
+    """`paged_attention` for tensors that stay where they are. Raises: InputError when they do not fit each other."""
+    kind = _kind_of(q, k, v, k_cache, v_cache, out, window_size)
+    launches: dict[str, Callable[[AttentionContext], None]] = {}
+
+    def call() -> None:
+        context = get_context(AttentionContext)
+        chosen = kind.chosen(context)
+        launch = launches.get(chosen.name)
+        if launch is None:
+            launch = launches[chosen.name] = chosen.prepared((q, k, v, k_cache, v_cache, out), scale, window_size)
+        launch(context)
+
+    return call
 
 
 def _why_not_captured(
@@ -219,8 +258,7 @@ def _why_not_captured(
     """Why a call with this step's context cannot be captured whole, or None when it can; raises nothing."""
     try:
         context = get_context(AttentionContext)
-        _check_shapes(q, k, v, k_cache, v_cache, out, context)
-        chosen = _choose(_spec(q, k, k_cache, window_size, context), IMPLEMENTATIONS)[2]
+        chosen = _kind_of(q, k, v, k_cache, v_cache, out, window_size).chosen(context).implementation
     except PieceworkError as error:
         return str(error)
     if not chosen.captures:
@@ -230,7 +268,7 @@ def _why_not_captured(
     return None
 
 
-@split_op(mutates_args=("k_cache", "v_cache", "out"), capturable=_why_not_captured)
+@split_op(mutates_args=("k_cache", "v_cache", "out"), capturable=_why_not_captured, prepare=_prepare)
 def paged_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -262,52 +300,5 @@ def paged_attention(
         NotAvailableError: no implementation supports these tensors.
     """
     context = get_context(AttentionContext)
-    _check_shapes(q, k, v, k_cache, v_cache, out, context)
-    if window_size < 0:
-        raise InputError(f"paged_attention: window_size: expected 1 or more, or 0 for none, got {window_size}; use 0")
-    forward = _choose(_spec(q, k, k_cache, window_size, context), IMPLEMENTATIONS)[1]
-    forward(q, k, v, k_cache, v_cache, out, scale, window_size, context)
-
-
-def _check_shapes(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    out: torch.Tensor,
-    context: AttentionContext,
-) -> None:
-    """Refuses what would read or write the wrong place; looks at shapes only, so that it costs no device wait."""
-    if q.dim() != 3 or out.shape != q.shape:
-        _refuse("q and out: [num_tokens, num_heads, head_size], the same for both", q=q, out=out)
-    num_tokens, num_heads, head_size = q.shape
-    if k.dim() != 3 or v.shape != k.shape or k.shape[0] != num_tokens or k.shape[2] != head_size:
-        _refuse(f"k and v: [{num_tokens}, num_kv_heads, {head_size}]", k=k, v=v)
-    num_kv_heads = k.shape[1]
-    if num_kv_heads == 0 or num_heads % num_kv_heads:
-        _refuse("the query heads to be a multiple of the key heads", q=q, k=k)
-    if k_cache.dim() != 4 or v_cache.shape != k_cache.shape or k_cache.shape[2:] != k.shape[1:]:
-        _refuse(
-            f"k_cache and v_cache: [num_blocks, block_size, {num_kv_heads}, {head_size}]",
-            k_cache=k_cache,
-            v_cache=v_cache,
-        )
-    fewer = not context.is_static and context.num_tokens > num_tokens
-    if context.slot_mapping.shape != (num_tokens,) or fewer:
-        has = "is a static copy with" if context.is_static else f"has {context.num_tokens} and"
-        raise InputError(
-            f"paged_attention: q has {num_tokens} tokens, but the context {has} a slot_mapping of "
-            f"{list(context.slot_mapping.shape)}; give this step's context, padded with -1 to the inputs' size"
-        )
-    room = context.block_table.shape[1] * k_cache.shape[1]
-    if max(context.seq_lens_host, default=0) > room:
-        raise InputError(
-            f"paged_attention: a request has {max(context.seq_lens_host)} tokens, but block_table and block_size "
-            f"{k_cache.shape[1]} hold {room}; give the context as many blocks as its longest request needs"
-        )
-
-
-def _refuse(expected: str, **tensors: torch.Tensor) -> None:
-    got = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
-    raise InputError(f"paged_attention: expected {expected}; got {got}; correct the call in the model's forward")
+    chosen = _kind_of(q, k, v, k_cache, v_cache, out, window_size).chosen(context)
+    chosen.forward(q, k, v, k_cache, v_cache, out, scale, window_size, context)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+from array import array
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from ..errors import InputError
 from .context import context_field, host_field
+from .staging import host_integers, to_device
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +43,14 @@ class AttentionContext:
     """New tokens of each request, so that no layer waits for the device; read from the tensors if not given."""
     seq_lens_host: tuple[int, ...] = host_field(default=())
     """`seq_lens` on the host, for the same reason; read from the tensor if not given."""
+    num_blocks: int = host_field(default=0)
+    """Blocks of the KV cache, for `check`; 0: not known."""
+    block_size: int = host_field(default=0)
+    """Tokens in one block of the KV cache, for `check`; 0: not known."""
+    scratch: dict[Hashable, Any] = host_field(default_factory=dict, repr=False, compare=False)  # noqa: RUF009
+    """Memory of the kernels that attend with this context, kept as long as it lives: key -> tensor or value, none of
+    which holds the context. Copies for the same step share it; a static copy has its own, since captures may hold its
+    addresses. Work on it is on one stream."""
     is_static: bool = False
     """Whether this is the runtime's static copy: shapes fixed, unused request slots empty (query_len 0, seq_len 0),
     host fields empty; everything must be read from device tensors."""
@@ -51,7 +63,7 @@ class AttentionContext:
                 f"elements and block_table {num_reqs} rows; got {list(self.query_start_loc.shape)} and "
                 f"{list(self.block_table.shape)}; build the context with AttentionContext.build(...)"
             )
-        if self.is_static:
+        if self.is_static or (num_reqs == 0 and not self.query_lens_host and not self.seq_lens_host):
             return
         if not self.query_lens_host:
             object.__setattr__(self, "query_lens_host", tuple(self.query_start_loc.diff().tolist()))
@@ -88,10 +100,27 @@ class AttentionContext:
         """Whether every request is known to have exactly one new token; never known of a static copy."""
         return not self.is_static and self.query_lens_host.count(1) == len(self.query_lens_host)
 
+    def check(self) -> None:
+        """Looks at every value, for the debug mode: kernels do not, and would read and write wherever they are told to.
+
+        Waits for the device. What needs `num_blocks` or `block_size` is left out where they are 0; a static copy, which
+        has no host fields, is checked like any other but for those.
+
+        Raises:
+            InputError: slots that the cache does not have, that two tokens share, or that are not where the block
+                table has their token; blocks that the cache does not have; lengths that do not fit each other, the
+                tokens or the table's room; host fields that say something else than the tensors. The first is named.
+        """
+        from .attention_check import check_context  # only the debug mode needs it
+
+        check_context(self)
+
     def as_static(self, fields: Mapping[str, torch.Tensor]) -> AttentionContext:
         """A copy over the tensors in `fields`, by field name: the runtime's static copy. Checks nothing."""
         static = copy.copy(self)
-        for name, value in {**fields, "query_lens_host": (), "seq_lens_host": (), "is_static": True}.items():
+        # Scratch of this step's would be freed under a capture, or shared with steps on another stream.
+        host = {"query_lens_host": (), "seq_lens_host": (), "num_blocks": 0, "block_size": 0, "scratch": {}}
+        for name, value in {**fields, **host, "is_static": True}.items():
             object.__setattr__(static, name, value)
         return static
 
@@ -103,12 +132,20 @@ class AttentionContext:
         seq_lens: Sequence[int],
         block_tables: Sequence[Sequence[int]],
         block_size: int,
+        num_blocks: int = 0,
+        max_blocks: int | None = None,
         device: torch.device | str = "cpu",
     ) -> AttentionContext:
         """Makes the tensors of a step from each request's new tokens, length and cache blocks.
 
+        Args:
+            num_blocks: blocks of the cache, if the tables are to be checked against it; 0: not known.
+            max_blocks: width of `block_table`; by default what the request with the most blocks needs. A few round
+                widths, in place of one for each length, let a runtime recognise its steps.
+
         Raises:
-            InputError: a request is shorter than its new tokens, or its blocks do not hold its length.
+            InputError: a request is shorter than its new tokens, its blocks do not hold its length, it has more than
+                `max_blocks`, or a block that the cache does not have.
         """
         if not len(query_lens) == len(seq_lens) == len(block_tables):
             raise InputError(
@@ -122,21 +159,70 @@ class AttentionContext:
                     f"{len(blocks)} blocks of {block_size}; expected 0 <= new tokens <= length <= room in its blocks; "
                     f"allocate more blocks or correct the lengths"
                 )
-        width = max((len(blocks) for blocks in block_tables), default=0)
-        table = torch.tensor([[*b, *[0] * (width - len(b))] for b in block_tables], dtype=torch.int64)
-        table = table.view(len(block_tables), width)
-        new = torch.tensor(query_lens, dtype=torch.int64)
-        total = torch.tensor(seq_lens, dtype=torch.int64)
-        start = torch.zeros(len(query_lens) + 1, dtype=torch.int64)
-        torch.cumsum(new, 0, out=start[1:])
-        request_of = torch.repeat_interleave(torch.arange(len(query_lens)), new)
-        position = torch.arange(len(request_of)) + (total - new - start[:-1])[request_of]
-        block = table[request_of, position // block_size]
+        table = _table(block_tables, max_blocks)
+        if num_blocks:
+            _check_blocks(table, num_blocks)
+        tensors = (
+            host_integers(_slots(query_lens, seq_lens, block_tables, block_size)),
+            host_integers(array("i", itertools.accumulate(query_lens, initial=0))),
+            host_integers(array("i", seq_lens)),
+            table,
+        )
+        slot_mapping, query_start_loc, lens, block_table = to_device(tensors, device)
         return cls(
-            slot_mapping=(block * block_size + position % block_size).to(device),
-            query_start_loc=start.to(device, torch.int32),
-            seq_lens=total.to(device, torch.int32),
-            block_table=table.to(device, torch.int32),
+            slot_mapping=slot_mapping,
+            query_start_loc=query_start_loc,
+            seq_lens=lens,
+            block_table=block_table,
             query_lens_host=tuple(query_lens),
             seq_lens_host=tuple(seq_lens),
+            num_blocks=num_blocks,
+            block_size=block_size,
         )
+
+
+def _table(block_tables: Sequence[Sequence[int]], max_blocks: int | None) -> torch.Tensor:
+    """The `block_table` of a step, on the host."""
+    width = max(map(len, block_tables), default=0)
+    if max_blocks is not None:
+        if width > max_blocks:
+            raise InputError(
+                f"AttentionContext.build: max_blocks is {max_blocks}, but a request has {width} blocks; raise "
+                f"max_blocks, or leave it out"
+            )
+        width = max_blocks
+    table, zeros = array("i"), array("i", bytes(4 * width))
+    for blocks in block_tables:
+        # An array of the same type is copied as memory; of another one, it would be refused.
+        table.extend(blocks if not isinstance(blocks, array) or blocks.typecode == "i" else blocks.tolist())
+        table.extend(zeros[len(blocks) :])
+    return host_integers(table).view(len(block_tables), width)
+
+
+def _check_blocks(table: torch.Tensor, num_blocks: int) -> None:
+    """Refuses blocks that the cache does not have while they are on the host still."""
+    if table.numel():
+        low, high = torch.aminmax(table)
+        if low < 0 or high >= num_blocks:
+            request, index = ((table < 0) | (table >= num_blocks)).nonzero()[0].tolist()
+            raise InputError(
+                f"AttentionContext.build: block_tables[{request}][{index}]: expected a block of 0 to "
+                f"{num_blocks - 1}, as there are num_blocks {num_blocks}, got {int(table[request, index])}; correct "
+                f"the table"
+            )
+
+
+def _slots(
+    query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]], block_size: int
+) -> array[int]:
+    """The `slot_mapping` of a step: a run of slots for each block that gets new tokens."""
+    slots = array("q")
+    for query_len, seq_len, blocks in zip(query_lens, seq_lens, block_tables, strict=True):
+        position = seq_len - query_len
+        while position < seq_len:
+            index, offset = divmod(position, block_size)
+            count = min(block_size - offset, seq_len - position)
+            first = blocks[index] * block_size + offset
+            slots.extend(range(first, first + count))
+            position += count
+    return slots

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from typing_extensions import TypeIs
@@ -51,6 +51,9 @@ def context_field(
     **kwargs: Any,
 ) -> Any:
     """A dataclass field of a context whose tensor is padded with `pad` along `dims` and `slots`.
+
+    Operators read it and do not write it: what a static copy holds behind the step's elements is not written again as
+    long as nobody but the runtime (and `plan()` of the context) is seen to write there.
 
     Args:
         pad: what the tail holds; `"last"` repeats the last element along the dim (0 where there is none).
@@ -167,6 +170,11 @@ def use_context(context: object) -> Iterator[None]:
         yield
     finally:
         _CURRENT.reset(token)
+
+
+set_context: Callable[[object], Token[Any]] = _CURRENT.set
+reset_context: Callable[[Token[Any]], None] = _CURRENT.reset
+"""What `use_context` does, in two halves: for who calls them each step, and can see to it that both happen."""
 
 
 @contextlib.contextmanager

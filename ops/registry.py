@@ -23,6 +23,9 @@ ENTRY_POINT_GROUP = "piecework.ops"
 Capturable = bool | Callable[..., str | None]
 """Whether calls of an operator can be captured whole; a function of the call's arguments returns why not, or None."""
 
+Prepare = Callable[..., Callable[[], Any] | None]
+"""Makes a call of an operator ready to be made many times: see `prepare` of `piecework.ops.split_op`."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -64,15 +67,22 @@ class Registry:
         self.libraries: dict[str, torch.library.Library] = {}
         self.bodies: dict[str, Callable[..., Any]] = {}
         self.capturable: dict[OpOverload, Capturable] = {}
+        self.prepares: dict[OpOverload, Prepare] = {}
         self.loaded_entry_points: set[tuple[str, str]] = set()
 
     def find(self, name: str) -> tuple[OpOverload, SplitOp] | None:
         """What is registered under a qualified name."""
         return next(((op, entry) for op, entry in self.ops.items() if entry.name == name), None)
 
-    def add(self, op: OpOverload, location: str, capturable: Capturable = False) -> None:
+    def add(
+        self, op: OpOverload, location: str, capturable: Capturable = False, prepare: Prepare | None = None
+    ) -> None:
         """Registers an operator, or registers it anew. The caller holds `lock`."""
         self.capturable[op] = capturable
+        if prepare is not None:
+            self.prepares[op] = prepare
+        else:
+            self.prepares.pop(op, None)
         self.ops[op] = SplitOp(
             name=op._schema.name,
             overload=op._schema.overload_name or "default",
@@ -86,6 +96,7 @@ class Registry:
     def remove(self, op: OpOverload) -> None:
         """Forgets an operator. The caller holds `lock`."""
         del self.ops[op], self.capturable[op]
+        self.prepares.pop(op, None)
         self.matched.pop(op, None)
 
 

@@ -6,13 +6,10 @@ The operator is defined with `Library.define` and `Library.impl`, whose calls co
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
-import keyword
 import sys
-import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -21,7 +18,8 @@ from torch._ops import OpOverload, OpOverloadPacket
 from ..errors import RegistrationError
 from . import registry
 from .capturing import is_capturing_whole, refuse_uncapturable
-from .registry import Capturable, SplitOp
+from .op_schema import qualified_name, schema_of
+from .registry import Capturable, Prepare, SplitOp
 
 
 class _SplitOpDecorator:
@@ -35,6 +33,7 @@ class _SplitOpDecorator:
         name: str | None = None,
         fake: Callable[..., Any] | None = None,
         capturable: Capturable = False,
+        prepare: Prepare | None = None,
     ) -> Callable[[Callable[..., Any]], OpOverload]:
         """Defines an operator whose body is the decorated function, and cuts every graph at its calls.
 
@@ -52,6 +51,14 @@ class _SplitOpDecorator:
                 nothing else, allocates nothing that must outlive it, and reads on the host nothing that changes from
                 step to step: what does comes from the context's device tensors. If that depends on the call: a
                 function of the same arguments that returns the reason why the call cannot be captured, or None.
+            prepare: what makes a call cheap that is made at each step with the same arguments (backends `tc_piecewise`
+                and `breakable`). A function of the operator's arguments, with the same defaults, which is called once
+                for a call whose tensors stay where they are: same addresses, shapes and strides, other values. It may
+                check and compute whatever depends on these alone, launches nothing, and returns a function of no
+                arguments that makes the call from then on: in place of the body, outside of the dispatcher, under
+                `torch.inference_mode`, with its effects, results and errors, reading the step's `get_context()`. Or
+                None, if these arguments are better served by the body. Where operators are watched (a profiler, a
+                mode), the operator itself is called.
 
         Raises:
             RegistrationError: the definition breaks one of the rules above, or the name is taken.
@@ -62,21 +69,24 @@ class _SplitOpDecorator:
                 f"{where}: split_op takes keyword arguments, and mutates_args must be one of them; "
                 f'write @split_op(mutates_args=("out",)), or mutates_args=() for a functional operator'
             )
-        return lambda body: _define(body, mutates_args=mutates_args, name=name, fake=fake, capturable=capturable)
+        return lambda body: _define(
+            body, mutates_args=mutates_args, name=name, fake=fake, capturable=capturable, prepare=prepare
+        )
 
-    def register(self, name: str, *, capturable: Capturable = False) -> OpOverload:
+    def register(self, name: str, *, capturable: Capturable = False, prepare: Prepare | None = None) -> OpOverload:
         """Makes an operator that somebody else defined, `namespace::op` or `namespace::op.overload`, a split op.
 
         Args:
             capturable: as in `__call__`. False by default here too: nothing is known of the operator, and one that
                 reads lengths on the host would be captured without an error and replay one step's lengths for all.
+            prepare: as in `__call__`.
 
         Raises:
             RegistrationError: there is no such operator, the overload is ambiguous, it returns an argument that it
-                mutates, `capturable` is neither a bool nor a function, or another place registered it before.
+                mutates, `capturable` or `prepare` is of another kind, or another place registered it before.
         """
         location = _caller_location()
-        _check_capturable(capturable, f"{location}: split_op.register")
+        _check_options(capturable, prepare, f"{location}: split_op.register")
         op = _existing_overload(name, location)
         for returned in op._schema.returns:
             if returned.alias_info is not None and returned.alias_info.is_write:
@@ -88,7 +98,7 @@ class _SplitOpDecorator:
             known = registry.REGISTRY.ops.get(op)
             if known is not None and known.location != location:
                 raise _taken(known, location)
-            registry.REGISTRY.add(op, location, capturable)
+            registry.REGISTRY.add(op, location, capturable, prepare)
         return op
 
 
@@ -102,6 +112,7 @@ def _define(
     name: str | None,
     fake: Callable[..., Any] | None,
     capturable: Capturable,
+    prepare: Prepare | None,
 ) -> OpOverload:
     location = _where(body)
     if not inspect.isfunction(body):
@@ -109,12 +120,12 @@ def _define(
             f"{location}: expected a function, got a {type(body).__name__}; write a function around it, whose "
             f"annotations give the schema"
         )
-    qualified = _qualified_name(body, name, location)
-    schema = _schema(body, mutates_args, qualified, location)
-    _check_capturable(capturable, f"{location}: {qualified}")
+    qualified = qualified_name(body, name, location)
+    schema = schema_of(body, mutates_args, qualified, location)
+    _check_options(capturable, prepare, f"{location}: {qualified}")
     namespace, _, opname = qualified.partition("::")
     with registry.REGISTRY.lock:
-        same = _defined_before(qualified, body, capturable)
+        same = _defined_before(qualified, body, capturable, prepare)
         if same is not None:
             return same
         _make_room(qualified, location, body)
@@ -131,7 +142,7 @@ def _define(
         torch.library.register_fake(qualified, fake if fake is not None else _returns_nothing, lib=library)
         registry.REGISTRY.libraries[qualified] = library
         registry.REGISTRY.bodies[qualified] = body
-        registry.REGISTRY.add(op, location, capturable)
+        registry.REGISTRY.add(op, location, capturable, prepare)
     return op
 
 
@@ -147,25 +158,33 @@ def _guarded(body: Callable[..., Any], op: OpOverload) -> Callable[..., Any]:
     return guarded
 
 
-def _check_capturable(capturable: object, where: str) -> None:
+def _check_options(capturable: object, prepare: object, where: str) -> None:
     if not isinstance(capturable, bool) and not callable(capturable):
         raise RegistrationError(
             f"{where}: capturable: expected True, False or a function of the operator's arguments that returns why a "
             f"call cannot be captured (or None), got {capturable!r}; pass one of these"
         )
+    if prepare is not None and not callable(prepare):
+        raise RegistrationError(
+            f"{where}: prepare: expected a function of the operator's arguments that returns a function of none, got "
+            f"{prepare!r}; pass such a function or leave it out"
+        )
 
 
-def _defined_before(qualified: str, body: Callable[..., Any], capturable: Capturable) -> OpOverload | None:
+def _defined_before(
+    qualified: str, body: Callable[..., Any], capturable: Capturable, prepare: Prepare | None
+) -> OpOverload | None:
     """The operator that a factory called twice made of the same lines the first time: the two are one."""
     known, before = registry.REGISTRY.find(qualified), registry.REGISTRY.bodies.get(qualified)
     if known is None or before is None or before.__code__ is not body.__code__ or body.__closure__:
         return None
-    same = before.__defaults__ == body.__defaults__ and _alike(registry.REGISTRY.capturable[known[0]], capturable)
+    options = registry.REGISTRY.capturable[known[0]], registry.REGISTRY.prepares.get(known[0])
+    same = before.__defaults__ == body.__defaults__ and all(map(_alike, options, (capturable, prepare)))
     return known[0] if same else None
 
 
-def _alike(before: Capturable, now: Capturable) -> bool:
-    """Whether two values of `capturable` say the same: functions do when they are made of the same lines."""
+def _alike(before: Capturable | Prepare | None, now: Capturable | Prepare | None) -> bool:
+    """Whether two values of an option say the same: functions do when they are made of the same lines."""
     code = getattr(before, "__code__", None)
     return before == now or (code is not None and code is getattr(now, "__code__", None))
 
@@ -194,91 +213,6 @@ def _make_room(qualified: str, location: str, body: Callable[..., Any]) -> None:
 def _operator_exists(qualified: str) -> bool:
     namespace, _, opname = qualified.partition("::")
     return hasattr(getattr(torch.ops, namespace), opname)
-
-
-def _qualified_name(body: Callable[..., Any], name: str | None, location: str) -> str:
-    namespace = body.__module__.partition(".")[0].strip("_") or "main"
-    qualified = name if name is not None and "::" in name else f"{namespace}::{name or body.__name__}"
-    left, _, right = qualified.partition("::")
-    if not all(part.isidentifier() and part.isascii() and not keyword.iskeyword(part) for part in (left, right)):
-        raise RegistrationError(
-            f"{location}: name: expected `op` or `namespace::op` made of identifiers, got {qualified!r}; "
-            f"pass such a name=..."
-        )
-    return qualified
-
-
-def _schema(body: Callable[..., Any], mutates_args: Sequence[str], qualified: str, location: str) -> str:
-    """The inferred schema `(args) -> returns`, after the checks that a schema alone cannot make."""
-    if isinstance(mutates_args, str):
-        advice = (
-            "list the arguments that it writes to; an operator that may write anything cannot be cut at safely"
-            if mutates_args == "unknown"
-            else f'write mutates_args=("{mutates_args}",)'
-        )
-        raise RegistrationError(
-            f"{location}: mutates_args: expected a sequence of argument names, got {mutates_args!r}; {advice}"
-        )
-    parameters = inspect.signature(body).parameters
-    missing = [arg for arg in mutates_args if arg not in parameters]
-    if missing:
-        raise RegistrationError(
-            f"{location}: mutates_args names {', '.join(missing)}, which {qualified} does not take; "
-            f"its arguments are {', '.join(parameters)}"
-        )
-    returned = [arg for arg in mutates_args if arg in _returned_names(body)]
-    if returned:
-        raise RegistrationError(
-            f"{location}: {qualified} returns {', '.join(returned)}, which it mutates; return nothing "
-            f"(the caller has the tensor), or return a new tensor and do not mutate"
-        )
-    try:
-        # A mutated argument that is no tensor fails here too.
-        return torch.library.infer_schema(body, mutates_args=tuple(mutates_args))
-    except (ValueError, RuntimeError) as error:
-        raise RegistrationError(
-            f"{location}: no schema can be inferred for {qualified}: {str(error).strip()}; annotate every argument and "
-            f"the result with types that torch.library.infer_schema accepts, and mutate tensors only"
-        ) from error
-
-
-def _returned_names(body: Callable[..., Any]) -> set[str]:
-    """Names that a `return` of the function plainly hands back. Empty when there is no source to read.
-
-    What takes another way (`y = out; return y`) is not seen here; `torch.library.opcheck` finds it.
-    """
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(body)))
-    except (OSError, TypeError, SyntaxError):
-        return set()
-    names: set[str] = set()
-    for function in ast.iter_child_nodes(tree):
-        for node in _own_nodes(function):
-            if isinstance(node, ast.Return) and node.value is not None:
-                names.update(_handed_back(node.value))
-    return names
-
-
-def _handed_back(value: ast.expr) -> set[str]:
-    if isinstance(value, ast.Name):
-        return {value.id}
-    if isinstance(value, (ast.Tuple, ast.List)):
-        return {name for element in value.elts for name in _handed_back(element)}
-    if isinstance(value, ast.IfExp):
-        return _handed_back(value.body) | _handed_back(value.orelse)
-    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
-        # An in-place method returns what it wrote into.
-        if value.func.attr.endswith("_") and not value.func.attr.endswith("__"):
-            return _handed_back(value.func.value)
-    return set()
-
-
-def _own_nodes(node: ast.AST) -> Iterable[ast.AST]:
-    """The nodes below `node`, without those of nested functions."""
-    for child in ast.iter_child_nodes(node):
-        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
-            yield child
-            yield from _own_nodes(child)
 
 
 def _existing_overload(name: str, location: str) -> OpOverload:

@@ -69,15 +69,17 @@ def _attend_single(
     context: AttentionContext,
 ) -> None:
     """Attends for a batch in which every request has one new token."""
-    num_reqs, width = context.block_table.shape
-    num_tokens = width * k_cache.shape[1]
+    num_reqs = context.num_reqs
     if num_reqs == 0:
         return
+    # The table may be wider than the longest request.
+    width = -(-max(context.seq_lens_host) // k_cache.shape[1])
+    num_tokens = width * k_cache.shape[1]
     positions = torch.arange(num_tokens, device=q.device)
-    at_once = max(1, _DECODE_TOKENS // num_tokens)
+    at_once = max(1, _DECODE_TOKENS // max(num_tokens, 1))
     for first in range(0, num_reqs, at_once):
         rows = slice(first, min(first + at_once, num_reqs))
-        blocks = context.block_table[rows]
+        blocks = context.block_table[rows, :width]
         seq_lens = context.seq_lens[rows, None]
         hidden = positions >= seq_lens
         if window_size:

@@ -18,6 +18,7 @@ from .capture_checks import plain_attributes
 from .context_values import plain_values
 from .entries import Entry
 from .events import Recorder
+from .known_layout import KnownLayout
 from .programs import AnyProgram
 from .static_context import AddressKey, StaticContext, has_grown
 
@@ -27,6 +28,13 @@ EARLY_REPLAYS = 16
 """A capture that was replayed as often was worth its time, even if it goes stale."""
 
 _GREW = "a size in the slots of its context grew; context_sizes gives it room from the start"
+
+
+class NotCaptured:
+    """What `Captures.run` returns for a step that has to run uncaptured; nothing of it ran."""
+
+
+NOT_CAPTURED = NotCaptured()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,6 +48,8 @@ class Step:
     """By name, `tokens` being the bucket."""
     context: object
     recorder: Recorder
+    known: KnownLayout | None = None
+    """By what a later step like this one is known; None: by nothing."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -51,6 +61,11 @@ class Table:
     context: StaticContext
     rows: Mapping[str, Rows] | None = None
     """The token rows of an eager forward's outputs by path, once they are known."""
+
+    def forget_tails(self) -> None:
+        """Something else than a fill may have written into the static inputs or the static context."""
+        self.buffers.forget_tails()
+        self.context.forget_tails()
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -117,6 +132,14 @@ class Slot:
         for name in table.inputs.by_address & tensors.keys():
             if self.work.tensors[name] is not tensors[name] and not self.capture.addresses.has_input(name):
                 return f"another bucket writes the input {name}, which is captured where it is from now on"
+        if (why := self.context_changed(table, context)) is not None:
+            return why
+        if self.attributes is not None and plain_attributes(model) != self.attributes:
+            return "an attribute of a module that is no tensor changed"
+        return None
+
+    def context_changed(self, table: Table, context: object) -> str | None:
+        """Why the capture does not fit the context, filled for a step; None when it does."""
         kind = type(context).__name__
         if (self.is_whole or self.reads_context) and (type(context), *plain_values(context)) != self.plain:
             return f"a value of the context {kind} that is no tensor changed"
@@ -125,8 +148,6 @@ class Slot:
             if address_key != self.address_key:
                 grew = has_grown(self.address_key, address_key)
                 return _GREW if grew else f"the static tensors of the context {kind} moved"
-        if self.attributes is not None and plain_attributes(model) != self.attributes:
-            return "an attribute of a module that is no tensor changed"
         return None
 
     def went_stale(self, why: str) -> None:

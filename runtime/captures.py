@@ -18,11 +18,10 @@ import torch
 from ..errors import CaptureError, RuntimeClosedError
 from ..graphs import breakable, full, piecewise
 from ..graphs.addresses import Addresses, ModelBindings
-from ..graphs.buffers import Buffers, StaticInputs
 from ..graphs.capture import Capture, Forward, Observed, Work
 from ..graphs.device import GraphDevice
 from ..graphs.dynamo import unchanged
-from ..graphs.inputs import TOKENS, BoundInputs, InputContract, Signature
+from ..graphs.inputs import TOKENS, InputContract
 from ..graphs.outputs import OutputContract, map_leaves
 from ..graphs.program import assemble
 from ..graphs.split_calls import memory_address
@@ -37,32 +36,21 @@ from .capture_checks import (
     written_by,
 )
 from .capture_room import NO_ROOM, CaptureRoom
-from .capture_slot import Slot, Step, Table
+from .capture_slot import NOT_CAPTURED, Slot, Step, Table
+from .capture_slots import CaptureSlots
 from .context_values import moving_tensors, problems
 from .eager_rows import check_rows, find_rows, shapes_of
 from .entries import Entry
 from .events import Recorder
 from .forward import check_written
+from .known_layout import KnownLayout, LayoutReader
 from .programs import EagerProgram
-from .static_context import ContextDoesNotFit, StaticContext
+from .static_context import ContextDoesNotFit
 from .step import inside_step
 from .step_context import pad_context, warn_of_forgotten
-
-MAX_SLOTS = 4
-"""Captures of one entry, for models with dynamic dims beside `tokens`: one for each set of their sizes."""
-MAX_TABLES = 8
-"""Sets of inputs that a phase is captured for; each has buffers of its own."""
-MIN_SLOT_STEPS = 64
-"""Steps of an entry after which one of its captures that did not run gives way to other sizes."""
+from .step_plans import StepPlans, copied
 
 _BACKENDS = {Backend.FULL: full, Backend.BREAKABLE: breakable, Backend.TC_PIECEWISE: piecewise}
-
-
-class NotCaptured:
-    """What `Captures.run` returns for a step that has to run uncaptured; nothing of it ran."""
-
-
-NOT_CAPTURED = NotCaptured()
 
 
 class Captures:
@@ -79,21 +67,27 @@ class Captures:
         max_num_tokens: Mapping[Phase, int],
         context_sizes: Mapping[str, int],
         bindings: ModelBindings,
+        reader: LayoutReader | None,
     ) -> None:
+        """`reader` reads the layouts of steps; without one, each step goes through all checks."""
+        self.plans = StepPlans(reader, outputs) if reader is not None else None
         self._model = model
         self._bindings = bindings
         self._config = config
         self._device = device
         self._contract = contract
         self._outputs = outputs
-        self._max_num_tokens = max_num_tokens
-        self._context_sizes = context_sizes
         self._debug = config.debug_captures
         self._closed = False
         self._lock = threading.RLock()
         self._room = CaptureRoom(config, device)
-        self._tables: dict[tuple[Phase, Signature], Table] = {}
-        self._slots: dict[tuple[Entry, frozenset[tuple[str, int]]], Slot] = {}
+        self._slots = CaptureSlots(
+            config,
+            contract,
+            max_num_tokens=max_num_tokens,
+            context_sizes=context_sizes,
+            forget=self._room.forget,
+        )
 
     def run(self, step: Step, *, copy: bool = False, is_padding: bool = False) -> Any:
         """Runs a step: replays its capture, or runs the program once and captures it.
@@ -112,7 +106,10 @@ class Captures:
             Whatever the program raises.
         """
         entry, recorder = step.entry, step.recorder
-        slot = self._slot(step)
+        slot = self._slots.known(step)
+        if slot is None:
+            with self._lock:
+                slot = self._slots.slot(step)
         if is_padding and slot.capture is not None:
             return None
         if slot.refused is not None:
@@ -121,9 +118,9 @@ class Captures:
         with self._lock, self._device.exclusive():
             if self._closed:
                 raise RuntimeClosedError("run: this Runtime was closed by another thread; make a new one")
-            table = self._table(entry)
+            table = self._slots.table(entry)
             try:
-                context = self._context(table, slot, step)
+                context = self._context(table, slot, step, step.context)
             except ContextDoesNotFit as error:
                 recorder.fallback(error.reason)
                 return NOT_CAPTURED
@@ -131,9 +128,15 @@ class Captures:
             tensors = table.inputs.fill(step.bound, step.sizes[TOKENS])
             self._room.used(slot)
             slot.last_step = entry.num_steps
-            with torch.inference_mode(), use_context(context), inside_step():
-                outputs, structure = self._outputs_of(slot, table, step, tensors, context)
-                result = assemble(structure, outputs, tensors, step.sizes, step.bound.sizes)
+            replays = slot.num_replays
+            try:
+                with torch.inference_mode(), use_context(context), inside_step():
+                    outputs, structure = self._outputs_of(slot, table, step, tensors, context)
+                    result = assemble(structure, outputs, tensors, step.sizes, step.bound.sizes)
+            finally:
+                is_replay = slot.num_replays > replays
+                if not is_replay or entry.written_inputs or step.program.written_inputs:
+                    table.forget_tails()
             for name in entry.written_inputs:
                 with torch.inference_mode():
                     self._contract.copy_back(name, step.bound.tensors[name], tensors[name])
@@ -143,22 +146,57 @@ class Captures:
                 num_tokens=step.bound.num_tokens,
                 rows=step.program.rows if step.program.rows is not None else table.rows,
             )
+            if self.plans is not None and step.known is not None and self.plans.came_before(step.known) and is_replay:
+                self.plans.add(step.known, step, slot, table, tensors, context)
             if self._room.wants_compaction():
                 self._compact(recorder)
             if is_padding:
                 return None
             if self._debug:
                 check_no_nan(result, step.bound)
-            return map_leaves(result, _copied) if copy else result
+            return map_leaves(result, copied) if copy else result
+
+    def replay(self, known: KnownLayout, context: object, *, copy: bool) -> Any:
+        """Runs a step of a known layout. See Note [A step of a known layout] in step_plans.py.
+
+        Returns:
+            The outputs without padded rows, or `NOT_CAPTURED`: the step has to take the way of `run`.
+
+        Raises:
+            InputError: the context's fields do not fit the inputs.
+            CaptureError: a split op returned something else than when the bucket was captured.
+            Whatever a split op or `plan()` of the context raises.
+        """
+        assert self.plans is not None
+        plan = self.plans.find(known)
+        if plan is None:
+            return NOT_CAPTURED
+        with self._lock, self._device.exclusive():
+            if not plan.holds():
+                return NOT_CAPTURED
+            slot, step = plan.slot, plan.step
+            if not slot.is_whole:
+                context = self._context(plan.table, slot, step, context)
+                if slot.context_changed(plan.table, context) is not None:
+                    return NOT_CAPTURED
+            self._room.used(slot)
+            slot.last_step = step.entry.num_steps
+            plan.replay(known.sources, context)
+            plan.count()
+            self.plans.num_steps += 1
+            result = plan.result(self._outputs, copy=copy)
+            if self._room.wants_compaction():
+                self._compact(step.recorder)
+            return result
 
     def wants_largest(self, entry: Entry) -> bool:
         """Whether the largest bucket of the entry's phase and inputs is to be captured before the entry."""
-        known = (entry.phase, entry.signature) in self._tables
-        return self._device.wants_largest_first and not known and self._has_table(entry)
+        known = self._slots.has_made_table(entry)
+        return self._device.wants_largest_first and not known and self._slots.has_table(entry)
 
     def state_of(self, entry: Entry) -> list[Slot]:
         """The slots of an entry."""
-        return [slot for (known, _), slot in list(self._slots.items()) if known is entry]
+        return self._slots.of_entry(entry)
 
     @property
     def pool_bytes(self) -> int:
@@ -168,8 +206,7 @@ class Captures:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of static inputs, contexts, outputs and of what crosses between captures and split ops."""
-        # A list, since another thread may ask.
-        return sum(table.buffers.num_bytes + table.context.num_bytes for table in list(self._tables.values()))
+        return sum(table.buffers.num_bytes + table.context.num_bytes for table in self._slots.tables)
 
     def compact(self, recorder: Recorder) -> None:
         """Makes every capture again in a new pool, the largest bucket first, and gives the old one back."""
@@ -181,66 +218,22 @@ class Captures:
         """Releases everything."""
         with self._lock:
             self._closed = True
-            for slot in self._slots.values():
+            for slot in self._slots:
                 self._room.release(slot)
             self._slots.clear()
-            self._tables.clear()
+            if self.plans is not None:
+                self.plans.clear()
             self._device.give_back()
 
-    def _slot(self, step: Step) -> Slot:
-        others = frozenset(item for item in step.bound.sizes.items() if item[0] != TOKENS)
-        key = (step.entry, others)
-        slot = self._slots.get(key)
-        if slot is None:
-            with self._lock:
-                slot = Slot(step.entry, self._config.phase(step.entry.phase).backend)
-                if not self._has_slot(step.entry):
-                    slot.refused = "too many sizes of the dims beside tokens: not captured"
-                    return slot
-                if not self._has_table(step.entry):
-                    slot.refused = "too many different sets of inputs: not captured"
-                    return slot
-                slot = self._slots.setdefault(key, slot)
-        return slot
-
-    def _has_slot(self, entry: Entry) -> bool:
-        """Whether there is a place for yet another capture of an entry; one that nobody uses any more makes it."""
-        slots = self.state_of(entry)
-        if len(slots) < MAX_SLOTS:
-            return True
-        oldest = min(slots, key=lambda slot: slot.last_step)
-        if entry.num_steps - oldest.last_step < MIN_SLOT_STEPS:
-            return False
-        self._room.forget(oldest)
-        self._slots = {key: slot for key, slot in self._slots.items() if slot is not oldest}
-        return True
-
-    def _has_table(self, entry: Entry) -> bool:
-        """Whether there are buffers for an entry's inputs, or room for them."""
-        of_phase = {known.signature for known, _ in list(self._slots) if known.phase is entry.phase}
-        return entry.signature in of_phase or len(of_phase) < MAX_TABLES
-
-    def _table(self, entry: Entry) -> Table:
-        key = (entry.phase, entry.signature)
-        if key not in self._tables:
-            most = self._max_num_tokens[entry.phase]
-            buffers = Buffers(most)
-            self._tables[key] = Table(
-                buffers=buffers,
-                inputs=StaticInputs(self._contract, buffers, poison_padding=self._debug),
-                context=StaticContext(self._contract, self._context_sizes, most),
-            )
-        return self._tables[key]
-
-    def _context(self, table: Table, slot: Slot, step: Step) -> object:
-        """What the split ops of the step read; where captured code may read it too, at fixed addresses."""
+    def _context(self, table: Table, slot: Slot, step: Step, context: object) -> object:
+        """What the split ops of a step with this context read; where captured code may too, at fixed addresses."""
         size = step.sizes[TOKENS]
         if slot.backend is Backend.FULL:
-            return table.context.fill(step.context, step.bound, size)
+            return table.context.fill(context, step.bound, size)
         if slot.backend is Backend.BREAKABLE:
-            warn_of_forgotten(step.context, step.bound, size, step.recorder.warn)
-            return table.context.fill_tokens_only(step.context, step.bound, size)
-        return pad_context(step.context, step.bound, size, self._contract, step.recorder.warn)
+            warn_of_forgotten(context, step.bound, size, step.recorder.warn)
+            return table.context.fill_tokens_only(context, step.bound, size)
+        return pad_context(context, step.bound, size, self._contract, step.recorder.warn)
 
     def _written_in_place(self, step: Step) -> set[str]:
         """Inputs without dynamic dims that the program writes: the caller's own tensors are captured."""
@@ -282,8 +275,10 @@ class Captures:
     ) -> tuple[Work, Sequence[Any], Observed]:
         """Runs the program uncaptured, and finds out what it writes and returns."""
         work = self._work(slot, table, step, tensors, context)
+        versions = table.context.versions(context)
         with written_by(step.program, tensors) as written:
             outputs, observed = _BACKENDS[slot.backend].observe(work)
+        table.context.is_written |= table.context.versions(context) != versions
         written |= {name for name, tensor in tensors.items() if memory_address(tensor) in observed.written - {0}}
         step.entry.written_inputs |= written
         step.entry.was_watched = True
@@ -366,7 +361,8 @@ class Captures:
             return False
         slot.capture = Capture(steps, outputs)
         slot.reads_context = bool(reads)
-        held = {name: t for name, t in slot.work.tensors.items() if name in self._table(slot.entry).inputs.by_address}
+        by_address = self._slots.table(slot.entry).inputs.by_address
+        held = {name: tensor for name, tensor in slot.work.tensors.items() if name in by_address}
         eager = isinstance(slot.work.forward, EagerProgram)
         slot.capture.addresses = Addresses(
             slot.work.forward.bindings,
@@ -402,7 +398,7 @@ class Captures:
             with torch.inference_mode(), use_context(slot.context), inside_step():
                 self._capture(slot, its_recorder)
 
-        self._room.compact(list(self._slots.values()), recapture, recorder)
+        self._room.compact(list(self._slots), recapture, recorder)
 
 
 def _in_words(error: Exception) -> str:
@@ -413,28 +409,3 @@ def _in_words(error: Exception) -> str:
     op = f"{error.op}: " if error.op is not None and error.op not in text else ""
     line = f" ({error.line})" if error.line is not None and error.line not in text else ""
     return f"{op}{text}{line}"
-
-
-def _copied(path: str, value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def step_of_padding(bound: BoundInputs, examples: BoundInputs | None, contract: InputContract) -> BoundInputs:
-    """Inputs of no tokens at all, which a bucket turns into nothing but padding.
-
-    Inputs without dynamic dims are those of the examples, if they are for this signature, else zeros.
-    """
-    known = examples.tensors if examples is not None and examples.signature == bound.signature else {}
-    others = examples.sizes if known and examples is not None else bound.sizes
-    sizes = {**others, TOKENS: 0}
-    strides = dict(bound.signature.strides)
-    tensors = {}
-    for name, dtype, device, shape in bound.signature.tensors:
-        concrete = [sizes[size] if isinstance(size, str) else size for size in shape]
-        if name in known and not contract.dynamic_dims.get(name):
-            tensors[name] = known[name]
-        elif name in strides:
-            tensors[name] = torch.empty_strided(concrete, strides[name], dtype=dtype, device=device).zero_()
-        else:
-            tensors[name] = torch.zeros(concrete, dtype=dtype, device=device)
-    return BoundInputs(tensors, bound.signature, sizes)

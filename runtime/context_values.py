@@ -22,7 +22,7 @@ def plain_values(context: object) -> tuple[tuple[str, Frozen], ...]:
     changes inside it. Fields made with `host_field` are left out. Empty for what is no dataclass.
     """
     return tuple(
-        (name, _freeze(value)) for name, value in _values(context).items() if not isinstance(value, torch.Tensor)
+        (name, frozen_value(value)) for name, value in _values(context).items() if not isinstance(value, torch.Tensor)
     )
 
 
@@ -115,16 +115,17 @@ def _parts(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _freeze(value: Any) -> Frozen:
+def frozen_value(value: Any) -> Frozen:
+    """A value with its type, to compare; see `plain_values`."""
     kind = type(value)
     if isinstance(value, (tuple, list)):
-        return (kind, *map(_freeze, value))
+        return (kind, *map(frozen_value, value))
     if isinstance(value, (set, frozenset)):
-        return (kind, frozenset(map(_freeze, value)))
+        return (kind, frozenset(map(frozen_value, value)))
     if isinstance(value, Mapping):
-        return (kind, *((_freeze(key), _freeze(part)) for key, part in value.items()))
+        return (kind, *((frozen_value(key), frozen_value(part)) for key, part in value.items()))
     if is_dataclass_instance(value):
-        return (kind, *(_freeze(getattr(value, field.name)) for field in dataclasses.fields(value)))
+        return (kind, *(frozen_value(getattr(value, field.name)) for field in dataclasses.fields(value)))
     if not _is_comparable(value):
         return (kind, object())  # unlike everything
     # NaN is unequal to itself, and 0.0 equals -0.0.

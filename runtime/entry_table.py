@@ -91,7 +91,7 @@ class EntryTable:
             recorder.fallback(why, phase=phase, last_bucket=self._resolved.ladders[phase].max)
         size = entry.size if entry.size is not None else num_tokens
         sizes = {**bound.sizes, TOKENS: size}
-        settled = entry.family is not None and entry.program.kind != "eager" and entry.program.holds_at(sizes)
+        settled = _holds_at(entry, sizes)
         scope = Scope(phase=phase, bucket=bucket, in_step=True)
         if settled and not entry.program.holds_padded_from(num_tokens):
             # Its branch is the bucket's, and this step's is another one.
@@ -205,3 +205,14 @@ class EntryTable:
         )
         self.families[signature, compiler] = family
         return family
+
+
+def is_plain(entry: Entry, sizes: Mapping[str, int], num_tokens: int) -> bool:
+    """Whether `pick` counts nothing for a step that it gives the entry's own program and these sizes."""
+    if entry.fallback is not None:
+        return False
+    return entry.family is None or (_holds_at(entry, sizes) and entry.program.holds_padded_from(num_tokens))
+
+
+def _holds_at(entry: Entry, sizes: Mapping[str, int]) -> bool:
+    return entry.family is not None and entry.program.kind != "eager" and entry.program.holds_at(sizes)

@@ -109,6 +109,18 @@ class Counters:
             self._in_step_seconds += seconds
             self._share(scope)["in_step_seconds"] += seconds
 
+    def share(self, scope: Scope) -> Any:
+        """The part of a scope's phase and bucket, for `add_replay`."""
+        with self._lock:
+            return self._share(scope)
+
+    def add_replay(self, share: Any) -> None:
+        """Counts a step that was a replay, in the totals and in a share."""
+        with self._lock:
+            for counter in (self._totals, share):
+                counter["replays"] += 1
+                counter["steps"] += 1
+
     def _share(self, scope: Scope | None) -> Any:
         """The part of a scope; one that is thrown away for what no phase caused."""
         if scope is None or scope.phase is None:

@@ -15,26 +15,28 @@ from ..errors import ConfigError, ContextError, InputError, RuntimeClosedError
 from ..graphs.addresses import ModelBindings
 from ..graphs.debug import MutationWitness
 from ..graphs.device import open_device
-from ..graphs.inputs import TOKENS, BoundInputs, InputContract, Signature, ambient_state
+from ..graphs.inputs import TOKENS, BoundInputs, InputContract
 from ..graphs.outputs import OutputContract, OutputDims
 from ..graphs.portable import PortableProgram
 from ..ops.context import use_context
 from ..ops.fused_choice import Choice as FusedChoice
 from ..ops.fused_choice import choose
 from ..phases import Compiler, GraphConfig, Phase, resolve
-from .capture_slot import Step
-from .captures import NOT_CAPTURED, Captures, step_of_padding
+from .capture_slot import NOT_CAPTURED, Step
+from .captures import Captures
 from .entries import Entry
 from .entry_table import MAX_SIGNATURES, EntryTable, is_captured, is_traced
 from .events import Counters, Event, Recorder, Scope
 from .explain import Explanation, explain
 from .forward import check_arguments, check_mapping, check_written
+from .known_layout import LayoutReader
+from .padding_step import free_sizes, step_of_padding, under_ambient_state
 from .portability import bind_programs, dump_programs, portable_programs
 from .programs import AnyProgram, check_guards
 from .startup import POLICIES
 from .static_context import check_context_sizes
 from .step import inside_step
-from .step_context import pad_context
+from .step_context import check_context, pad_context
 
 
 class Runtime:
@@ -106,8 +108,12 @@ class Runtime:
         self._closed = False
         bindings = ModelBindings(model)
         self._captures: Captures | None = None
+        self._layouts: LayoutReader | None = None
+        """None: each step goes through all checks."""
         check_context_sizes(self._contract, context_sizes or {})
         if any(is_captured(self.config.phase(phase)) for phase in Phase):
+            if not self.config.debug_captures and self._witness is None:
+                self._layouts = LayoutReader(self.config, device.type)
             self._captures = Captures(
                 model,
                 self.config,
@@ -117,6 +123,7 @@ class Runtime:
                 max_num_tokens={phase: self.resolved.ladders[phase].max for phase in Phase},
                 context_sizes=context_sizes or {},
                 bindings=bindings,
+                reader=self._layouts,
             )
         self._examples = self._contract.bind(example_inputs) if example_inputs is not None else None
         self._example_context = example_context
@@ -154,23 +161,31 @@ class Runtime:
             TraceError: the model cannot become one graph.
             CompileError: a compiler failed on a piece of the general program.
             CaptureError: a split op returned another shape, dtype or device than when its bucket was captured.
+            Under `debug_captures`, whatever `check()` of the context raises, if it has that.
             RecompileError: under `evaluate_guards`, the trace no longer holds.
             RuntimeClosedError: after `close`.
         """
         if self._closed:
             raise RuntimeClosedError("run: this Runtime was closed; make a new one")
+        if self.config.debug_captures:
+            check_context(context)
+        known = self._layouts.read(phase, inputs, context) if self._layouts is not None else None
+        if known is not None and self._captures is not None:
+            outputs = self._captures.replay(known, context, copy=copy)
+            if outputs is not NOT_CAPTURED:
+                return outputs
         phase = _phase(phase)
         bound = self._contract.bind(check_mapping("inputs", inputs))
         entry, program, sizes = self._table.pick(phase, bound)
         if self._witness is not None:
             check_guards(program, bound, self._fused[self.config.phase(phase).compiler])
         check_written({*program.written_inputs, *entry.written_inputs}, bound.tensors)
-        outputs: Any = NOT_CAPTURED
+        outputs = NOT_CAPTURED
         if self._captures is not None and entry.captures and program is entry.program:
             if self._captures.wants_largest(entry):
                 self._capture_largest(self._captures, entry, bound)
             scope = Scope(phase=phase, bucket=entry.bucket, in_step=True)
-            step = Step(entry, program, bound, sizes, context, self._recorder.within(scope))
+            step = Step(entry, program, bound, sizes, context, self._recorder.within(scope), known)
             outputs = self._captures.run(step, copy=copy)
         if outputs is NOT_CAPTURED:
             outputs = self._run_uncaptured(entry, program, bound, sizes, context)
@@ -333,13 +348,13 @@ class Runtime:
             signatures.insert(0, self._examples.signature)
         signatures += [program.signature for program, _ in self._programs]
         signatures += [signature for _, signature, _ in list(self._table.entries)]
-        signatures = list(dict.fromkeys(map(_under_ambient_state, signatures)))
+        signatures = list(dict.fromkeys(map(under_ambient_state, signatures)))
         if not signatures:
             raise InputError(
                 "warm_up: the inputs are not known before the first step; pass example_inputs={name: tensor, ...} to "
                 "Runtime, or call run() first"
             )
-        return [BoundInputs({}, signature, _free_sizes(signature)) for signature in signatures[:MAX_SIGNATURES]]
+        return [BoundInputs({}, signature, free_sizes(signature)) for signature in signatures[:MAX_SIGNATURES]]
 
 
 def _phase(phase: Phase | str) -> Phase:
@@ -347,13 +362,3 @@ def _phase(phase: Phase | str) -> Phase:
         return Phase(phase)
     except ValueError:
         raise ConfigError(f"phase: expected one of {', '.join(Phase)}, got {phase!r}; pass one of the former") from None
-
-
-def _under_ambient_state(signature: Signature) -> Signature:
-    """The signature that the same inputs would have under torch's settings of now."""
-    return dataclasses.replace(signature, ambient=ambient_state(device for _, _, device, _ in signature.tensors))
-
-
-def _free_sizes(signature: Signature) -> dict[str, int]:
-    """A size for each dynamic dim of a signature, to trace with."""
-    return {size: 2 for *_, sizes in signature.tensors for size in sizes if isinstance(size, str)}

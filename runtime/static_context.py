@@ -16,6 +16,7 @@ from ..errors import CaptureError, ConfigError, ContextError, InputError
 from ..graphs.buffers import Buffers
 from ..graphs.inputs import TOKENS, BoundInputs, InputContract
 from ..graphs.layouts import TensorLayout
+from ..graphs.prepared_fill import Target
 from ..ops.context import Padding, host_fields, is_dataclass_instance, padded_fields
 from .context_values import Frozen, grows_with_inputs_only, plain_values
 from .step_context import bucket_shape, declared_tensors, fill_field, with_fields
@@ -78,6 +79,10 @@ class StaticContext:
         self._seen: dict[str, int] = {}
         self._buffers = Buffers(max_num_tokens, keeps_replaced=False)  # a name's size only grows
         self._copies: dict[tuple[type, int, tuple[int, ...]], _Copy] = {}
+        self.generation = 0
+        """Grows whenever contexts of known layouts may get other static tensors than before."""
+        self.is_written = False
+        """Whether something else than `fill` writes into the static tensors: `plan()`, or an operator."""
 
     @property
     def num_bytes(self) -> int:
@@ -109,8 +114,27 @@ class StaticContext:
         copied = self._copy(context, fields, bucket)
         plan = getattr(copied, "plan", None)
         if callable(plan):
+            self.is_written = True  # it may
             plan()
         return copied
+
+    def targets(self, context: object, copied: object) -> list[Target]:
+        """What `fill`, which returned `copied` for `context`, did with each tensor, in the order of the fields."""
+        return [
+            Target(source=tensor, static=static, value=padding.value, tail=self._buffers.tail(static))
+            for name, padding in padded_fields(context).items()
+            if isinstance(tensor := getattr(context, name), torch.Tensor)
+            and isinstance(static := getattr(copied, name), torch.Tensor)
+        ]
+
+    def versions(self, copied: object) -> list[int]:
+        """What changes when torch sees that somebody writes into the static tensors of what `fill` returned."""
+        tensors = [getattr(copied, name) for name in padded_fields(copied)]
+        return [tensor._version for tensor in tensors if isinstance(tensor, torch.Tensor) and not tensor.is_inference()]
+
+    def forget_tails(self) -> None:
+        """Something else than `fill` may have written into the static tensors."""
+        self._buffers.forget_tails()
 
     def fill_tokens_only(self, context: object, bound: BoundInputs, bucket: int) -> object:
         """A copy of the context for steps whose split ops run uncaptured, between captured segments.
@@ -196,7 +220,10 @@ class StaticContext:
             self._buffers.tensor(key, _layout(tensor, self._shape(tensor, padding, largest)), largest)
             static = self._buffers.tensor(key, layout, bucket)
             self._forget_moved()
-        return fill_field(static, tensor, padding)
+            self.generation += 1  # also where a size in `slots` grew: that makes tensors of other shapes
+        fill_field(static, tensor, padding)
+        self._buffers.note_fill(static, tensor.shape, padding.value)
+        return static
 
     def _forget_moved(self) -> None:
         """Lets go of the copies whose buffers were replaced by larger ones."""
@@ -227,7 +254,7 @@ class StaticContext:
             known = _Copy(context=_static_copy(context, fields), fields=fields, plain=plain)
             self._copies[key] = known
         for field in host_fields(context):
-            if not _has_default(field) and type(known.context) is type(context):
+            if not has_default(field) and type(known.context) is type(context):
                 object.__setattr__(known.context, field.name, getattr(context, field.name))
         return known.context
 
@@ -263,7 +290,7 @@ def _layout(tensor: torch.Tensor, shape: tuple[int, ...]) -> TensorLayout:
 def _static_copy(context: Any, fields: Mapping[str, torch.Tensor]) -> Any:
     as_static = getattr(context, "as_static", None)
     if as_static is None:
-        defaults = {f.name: _default(f) for f in host_fields(context) if _has_default(f)}
+        defaults = {f.name: _default(f) for f in host_fields(context) if has_default(f)}
         return with_fields(context, {**defaults, **fields})
     copied = as_static(fields)
     wrong = [name for name, tensor in fields.items() if getattr(copied, name, None) is not tensor]
@@ -276,7 +303,8 @@ def _static_copy(context: Any, fields: Mapping[str, torch.Tensor]) -> Any:
     return copied
 
 
-def _has_default(field: dataclasses.Field[Any]) -> bool:
+def has_default(field: dataclasses.Field[Any]) -> bool:
+    """Whether a field made with `host_field` has that in static copies, and not the step's value."""
     return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
 
 

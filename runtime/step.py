@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from contextvars import ContextVar
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar, Token
 
 _INSIDE: ContextVar[bool] = ContextVar("piecework_inside_step", default=False)
 
@@ -17,6 +18,11 @@ def inside_step() -> Iterator[None]:
         yield
     finally:
         _INSIDE.reset(token)
+
+
+enter_step: Callable[[], Token[bool]] = functools.partial(_INSIDE.set, True)
+leave_step: Callable[[Token[bool]], None] = _INSIDE.reset
+"""What `inside_step` does, in two halves; the second takes what the first returned."""
 
 
 def is_inside_step() -> bool:

@@ -11,6 +11,7 @@ import torch
 from ..errors import InputError
 from ..graphs.buffers import fill_padded
 from ..graphs.inputs import TOKENS, BoundInputs, InputContract
+from ..graphs.tails import constant_value, corner, repeat_last
 from ..ops.context import Padding, padded_fields, plain_fields
 
 T = TypeVar("T")
@@ -38,6 +39,13 @@ def pad_context(context: object, bound: BoundInputs, bucket: int, contract: Inpu
             grown[name] = fill_field(tensor.new_empty(shape), tensor, padding)
     warn_of_forgotten(context, bound, bucket, warn)
     return with_fields(context, grown) if grown else context
+
+
+def check_context(context: object) -> None:
+    """The debug mode: calls the context's own `check()`, if it has one. Raises: whatever that raises."""
+    check = getattr(context, "check", None)
+    if callable(check):
+        check()
 
 
 def warn_of_forgotten(context: object, bound: BoundInputs, bucket: int, warn: Warn) -> None:
@@ -82,16 +90,12 @@ def bucket_shape(tensor: torch.Tensor, padding: Padding, bucket: int) -> tuple[i
 
 def fill_field(target: torch.Tensor, tensor: torch.Tensor, padding: Padding) -> torch.Tensor:
     """Writes a field's tensor to the start of `target` along each dim, and the tail as declared; returns `target`."""
-    if padding.value != "last" or 0 in tensor.shape:
-        return fill_padded(target, tensor, 0 if padding.value == "last" else padding.value)
-    corner = target
-    for dim, size in enumerate(tensor.shape):
-        corner = corner.narrow(dim, 0, size)
-    corner.copy_(tensor)
-    for dim, (size, room) in enumerate(zip(tensor.shape, target.shape, strict=True)):
-        if size < room:
-            # What lies in the tails of later dims is repeated undefined; those dims overwrite it in their turn.
-            target.narrow(dim, size, room - size).copy_(target.narrow(dim, size - 1, 1))
+    value = constant_value(padding.value, tensor.shape)
+    if value is not None:
+        return fill_padded(target, tensor, value)
+    corner(target, tensor.shape).copy_(tensor)
+    for view, last in repeat_last(target, tensor.shape):
+        view.copy_(last)
     return target
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableSequence
+
 
 class BlockManager:
     """Hands out the numbers of cache blocks; knows nothing of their memory.
@@ -25,7 +27,7 @@ class BlockManager:
         """How many blocks hold `num_tokens`."""
         return -(-num_tokens // self.block_size)
 
-    def grow(self, blocks: list[int], num_tokens: int) -> bool:
+    def grow(self, blocks: MutableSequence[int], num_tokens: int) -> bool:
         """Adds to a request's blocks until they hold `num_tokens`.
 
         Returns:
@@ -40,7 +42,7 @@ class BlockManager:
             blocks.append(block)
         return True
 
-    def free(self, blocks: list[int]) -> None:
+    def free(self, blocks: MutableSequence[int]) -> None:
         """Takes a request's blocks back and empties the list."""
         while blocks:
             block = blocks.pop()

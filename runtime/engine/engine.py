@@ -133,6 +133,8 @@ class LLMEngine:
         self._numbers = itertools.count()
         self._lock = Turns()
         self._closed = False
+        self._max_blocks = self._blocks.blocks_for(self.max_model_len)
+        """Blocks of the longest request."""
         example = torch.zeros(2, dtype=torch.int64, device=self.device)
         with self._own_dtype():
             self.runtime = Runtime(
@@ -141,7 +143,7 @@ class LLMEngine:
                 dynamic_dims={"input_ids": {0: "tokens"}, "positions": {0: "tokens"}},
                 output_dims={"": 0},
                 example_inputs={"input_ids": example, "positions": example.clone()},
-                context_sizes={"requests": self.max_num_seqs, "blocks": -(-self.max_model_len // block_size)},
+                context_sizes={"requests": self.max_num_seqs, "blocks": self._max_blocks},
                 example_context=AttentionContext.build(
                     query_lens=(), seq_lens=(), block_tables=(), block_size=block_size, device=self.device
                 ),
@@ -310,7 +312,13 @@ class LLMEngine:
         schedule = self._scheduler.schedule()
         if schedule is None:
             return
-        step = step_inputs(schedule.chunks, block_size=self._blocks.block_size, device=self.device)
+        step = step_inputs(
+            schedule.chunks,
+            block_size=self._blocks.block_size,
+            device=self.device,
+            num_blocks=self._blocks.num_blocks,
+            max_blocks=self._max_blocks,
+        )
         ready = [chunk.request for chunk in schedule.chunks if chunk.is_last]
         tokens = []
         with self._own_dtype():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
+from collections.abc import MutableSequence
 
 from .detokenizer import Detokenizer
 from .output import FinishReason, RequestOutput, TokenLogprobs
@@ -33,8 +35,9 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
-    blocks: list[int] = dataclasses.field(default_factory=list)
-    """Its KV-cache blocks, in order; empty while it waits and after it has finished."""
+    blocks: MutableSequence[int] = dataclasses.field(default_factory=lambda: array("i"))
+    """Its KV-cache blocks, in order; empty while it waits and after it has finished. An array, since each step copies
+    it into a tensor."""
     num_computed: int = 0
     """Tokens whose K and V are in the cache."""
     num_prefill: int = 0

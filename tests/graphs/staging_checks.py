@@ -120,11 +120,16 @@ def captured(function: Callable[..., Any], backend: str, buffers: Buffers | None
     return capture
 
 
-def num_copies(capture: Capture) -> int:
-    """How many copies its segments make."""
+def copies_of(capture: Capture) -> list[int]:
+    """The copies that its segments make: 1 for a tensor by itself, a number for those that share a kernel."""
     segments: list[Any] = [step for step in capture.steps if not isinstance(step, SplitCall)]
     steps = [step for segment in segments for step in segment._recording.steps]
-    return sum(getattr(step, "op", None) is torch.ops.aten.copy_.default for step in steps)
+    aten = torch.ops.aten
+    counts = {
+        aten.copy_.default: lambda args: 1,
+        aten._foreach_copy_.default: lambda args: len(args[0]),
+    }
+    return [counts[step.op](step.args) for step in steps if getattr(step, "op", None) in counts]
 
 
 def layers_of(num_layers: int) -> Callable[..., Any]:
@@ -137,6 +142,29 @@ def layers_of(num_layers: int) -> Callable[..., Any]:
             attend(q, m.cache, out)
             x = x + out.relu()
         return x
+
+    return forward
+
+
+@split_op(mutates_args=("cache", "out"), name="piecework_stage::mix")
+def mix(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> None:
+    """Takes what attention takes."""
+    CALLS["mix"] += 1
+    cache.mul_(0.5).add_(k.sum(0))
+    out.copy_(q * cache + v)
+
+
+def attention_layers(num_layers: int) -> Callable[..., Any]:
+    """A model whose split ops take new tensors and a part of one."""
+
+    def forward(m: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for _ in range(num_layers):
+            qkv = torch.cat((x, x + 1, x * 2), 1)
+            q, k, v = qkv[:, :WIDTH].cos(), qkv[:, WIDTH : 2 * WIDTH].sin(), qkv[:, 2 * WIDTH :]
+            out = torch.empty_like(q)
+            mix(q, k, v, m.cache, out)
+            x = x + out.relu()
+        return x, x.sum(1)
 
     return forward
 

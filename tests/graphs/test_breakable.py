@@ -12,14 +12,15 @@ from piecework.ops.split_op import split_op
 
 from .staging_checks import (
     CHANGES,
+    attention_layers,
     captured,
     check,
     check_changed_result,
     check_foreign,
     check_refused,
+    copies_of,
     layers_of,
     list_among_results,
-    num_copies,
 )
 from .staging_models import MODELS
 
@@ -48,7 +49,15 @@ def test_layers_share_the_buffers_and_blank_outs_are_not_copied() -> None:
     assert (capture.num_segments, capture.num_split_calls) == (7, 6)
     assert len({tuple(tensor.data_ptr() for tensor in call.args) for call in calls}) == 1
     # The query of each layer, what its op wrote, and the output.
-    assert num_copies(capture) == 2 * 6 + 1
+    assert copies_of(capture) == [1] * (2 * 6 + 1)
+
+
+def test_what_lies_alike_is_copied_by_one_kernel() -> None:
+    """Of a layer, q and k, but not v, which is a part of the projection; and both outputs."""
+    capture = captured(attention_layers(3), "breakable")
+    # And `out` comes back by itself.
+    assert copies_of(capture) == [2, 1, 1] * 3 + [2]
+    check(attention_layers(3), "breakable", "eager")
 
 
 def test_outputs_are_those_of_the_next_replay() -> None:

@@ -16,9 +16,11 @@ import torch
 
 from piecework.errors import CaptureError, NotAvailableError
 from piecework.graphs import cuda
+from piecework.graphs.capture import Capture
 from piecework.graphs.cuda import CudaDevice, CudaSession, gc_paused
 from piecework.graphs.cuda_driver import CaptureState, CudaDriver
 from piecework.graphs.cuda_pool import CudaPool
+from piecework.graphs.device import Launchable
 from piecework.graphs.model_line import model_line
 
 NONE, ACTIVE, INVALIDATED = CaptureState
@@ -103,6 +105,9 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self.waited.append(other.stream_id)
 
+    def wait_event(self, event: Event) -> None:
+        event.log.append(f"{self.stream_id} waited")
+
 
 class Fake:
     """What a test steers."""
@@ -116,6 +121,9 @@ class Fake:
 
     def empty_cache(self) -> None:
         self.num_emptied += 1
+
+    def use_stream(self, number: int) -> None:
+        self.current = Stream(number)
 
     def session(self) -> CudaSession:
         return CudaSession(self.pool, self.stream, Scratch())
@@ -135,7 +143,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
         "CUDAGraph": Graph,
         "graph_pool_handle": lambda: (0, next(numbers)),
         "stream": lambda stream: contextlib.nullcontext(),
-        "current_stream": lambda: fake.current,
+        "current_stream": lambda index=None: fake.current,
         "is_current_stream_capturing": lambda: fake.is_capturing,
         "empty_cache": fake.empty_cache,
     }.items():
@@ -143,6 +151,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     monkeypatch.setattr(
         torch._C, "_cuda_getCurrentStream", lambda index: (fake.current.stream_id, index, 1), raising=False
     )
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: fake.current.cuda_stream, raising=False)
     monkeypatch.setattr(cuda, "load_driver", lambda: WORLD)
     monkeypatch.setattr(cuda, "_UNENDED", [])
     return fake
@@ -159,6 +168,46 @@ def test_a_segment_replays_until_it_is_released(fake: Fake) -> None:
     assert WORLD.released == [(0, 1)]
     with pytest.raises(CaptureError, match="was released; capture the bucket again"):
         segment.replay()
+
+
+def test_the_bare_launch_is_that_of_the_graph(fake: Fake) -> None:
+    """Whoever has it takes the lock, once for all segments; torch itself refuses a graph that was reset."""
+    session = fake.session()
+    segment, other = fake.record(session), fake.record(session)
+    assert isinstance(segment, Launchable)
+    assert segment.lock is other.lock
+    graph, launch = segment._graph, segment.launcher()
+    assert launch is not None
+    launch()
+    assert graph.num_replays == 1
+    segment.release()
+    with pytest.raises(AssertionError):
+        launch()
+    with pytest.raises(CaptureError, match="was released; capture the bucket again"):
+        segment.launcher()
+    session.begin()
+    assert session.end().launcher() is None, "nothing was recorded"
+
+
+def test_a_replay_waits_for_a_capture_in_another_thread(device: CudaDevice, fake: Fake) -> None:
+    pool = device.open_pool()
+    with device.session(pool) as session:
+        capture = Capture([fake.record(session), fake.record(session)], ())
+    graphs = [step._graph for step in capture.steps]
+    started = threading.Event()
+
+    def replay() -> None:
+        started.set()
+        capture.replay()
+
+    thread = threading.Thread(target=replay)
+    with device.session(pool):
+        thread.start()
+        assert started.wait(10)
+        thread.join(0.05)
+        assert [graph.num_replays for graph in graphs] == [0, 0]
+    thread.join(10)
+    assert [graph.num_replays for graph in graphs] == [1, 1]
 
 
 def test_a_segment_that_is_dropped_is_released(fake: Fake) -> None:
@@ -348,8 +397,8 @@ class OwnStream:
 @pytest.fixture
 def device(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
     """A device without a device; the caller's stream is number 1."""
-    fake.current, fake.is_capturing = Stream(1), False
-    fake.current.wait_event = lambda event: Event.log.append(f"{fake.current.stream_id} waited")
+    fake.use_stream(1)
+    fake.is_capturing = False
     Event.log.clear()
     for name, value in {
         "is_available": lambda: True,
@@ -366,7 +415,7 @@ def device(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
 
 def test_a_step_on_another_stream_waits_for_the_one_before(device: CudaDevice, fake: Fake) -> None:
     def step(number: int) -> None:
-        fake.current.stream_id = fake.current.cuda_stream = number
+        fake.use_stream(number)
         with device.exclusive():
             Event.log.append("step")
 
@@ -380,6 +429,57 @@ def test_a_step_on_another_stream_waits_for_the_one_before(device: CudaDevice, f
         *("2 waited", "step", "recorded on 2"),
         "recorded on 2",
     ]
+
+
+def test_steps_nest_and_leave_the_callers_device_current(
+    device: CudaDevice, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Guard:
+        """torch.cuda.device: what it was entered with changes when it is left."""
+
+        current = 3
+
+        def __init__(self, device: torch.device) -> None:
+            self.idx: int | None = device.index
+
+        def __enter__(self) -> None:
+            self.before, Guard.current = Guard.current, self.idx
+
+        def __exit__(self, *error: object) -> None:
+            self.idx, Guard.current = Guard.current, self.before
+
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    own = CudaDevice("cuda:0")
+    for _ in range(2):
+        with own.exclusive():
+            assert Guard.current == 0
+            fake.use_stream(2)
+            with own.exclusive():
+                assert Guard.current == 0
+                Guard.current = 1  # by the model
+            Event.log.append("inner")
+            fake.use_stream(1)
+        assert Guard.current == 3
+    ends = ("recorded on 2", "inner", "recorded on 1")
+    assert Event.log == [*ends, "2 waited", *ends]
+
+
+def test_one_step_at_a_time(device: CudaDevice) -> None:
+    inside, order = threading.Event(), []
+
+    def other() -> None:
+        inside.set()
+        with device.exclusive():
+            order.append("other")
+
+    thread = threading.Thread(target=other)
+    with device.exclusive():
+        thread.start()
+        assert inside.wait(10)
+        thread.join(0.05)
+        order.append("first")
+    thread.join(10)
+    assert order == ["first", "other"]
 
 
 def test_a_capture_follows_the_callers_work_and_precedes_what_comes(device: CudaDevice, fake: Fake) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from piecework.errors import InputError
-from piecework.graphs.inputs import InputContract
+from piecework.graphs.inputs import InputContract, ambient_key
 
 TOKENS = {"x": {0: "tokens"}}
 
@@ -164,3 +166,38 @@ def test_an_input_that_fits_is_not_copied():
     contract = InputContract(TOKENS)
     x = torch.zeros(4, 2)
     assert contract.pad_to_bucket(contract.bind({"x": x}), 4)["x"] is x
+
+
+def test_the_key_of_torchs_settings_differs_where_the_state_does() -> None:
+    plain = ambient_key("cuda")
+    assert plain == ambient_key("cuda")
+    seen = {plain}
+    for device_type in ("cpu", "cuda"):
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", dtype) if device_type == "cpu" else _autocast_cuda(dtype):
+                seen.add(ambient_key("cuda"))
+    torch.set_default_dtype(torch.float64)
+    try:
+        seen.add(ambient_key("cuda"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.use_deterministic_algorithms(True)
+    try:
+        seen.add(ambient_key("cuda"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(seen) == 7
+    assert ambient_key("cuda") == plain
+
+
+@contextlib.contextmanager
+def _autocast_cuda(dtype: torch.dtype) -> Iterator[None]:
+    """Without a GPU `torch.autocast` switches itself off; the setting is there all the same."""
+    known = torch.get_autocast_dtype("cuda")
+    torch.set_autocast_dtype("cuda", dtype)
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", known)

@@ -131,3 +131,21 @@ def test_rows_on_another_dim_than_declared():
 def test_an_output_that_the_model_does_not_return(num_tokens):
     with pytest.raises(InputError, match="output_dims: the model returns 'a', 'b', got 'c'"):
         OutputContract({"c": 0}).cut({"a": torch.zeros(4), "b": torch.zeros(4)}, padded=4, num_tokens=num_tokens)
+
+
+@pytest.mark.parametrize("output_dims", [0, 1, None, {"": 1}])
+@pytest.mark.parametrize("rows", [None, {"": {0: 1, 1: 1}}, {"": {1: 2}}])
+@pytest.mark.parametrize("num_tokens", [0, 3, 4])
+def test_cuts_of_a_lone_output_are_what_cut_does(output_dims: Any, rows: Any, num_tokens: int) -> None:
+    contract = OutputContract(output_dims)
+    value = torch.arange(32).view(4, 8) if rows == {"": {1: 2}} else torch.arange(16).view(4, 4)
+    try:
+        expected = contract.cut(value, padded=4, num_tokens=num_tokens, rows=rows)
+    except InputError:
+        with pytest.raises(InputError, match="padded rows"):
+            contract.lone_cuts(value, padded=4, num_tokens=num_tokens, rows=rows)
+        return
+    cut = value
+    for dim, size in contract.lone_cuts(value, padded=4, num_tokens=num_tokens, rows=rows):
+        cut = cut.narrow(dim, 0, size)
+    assert torch.equal(cut, expected)

@@ -16,6 +16,7 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ours, theirs = registry.Registry(), registry.REGISTRY
     ours.ops.update(theirs.ops)
     ours.capturable.update(theirs.capturable)
+    ours.prepares.update(theirs.prepares)
     ours.libraries.update(theirs.libraries)
     ours.bodies.update(theirs.bodies)
     ours.loaded_entry_points.update(theirs.loaded_entry_points)

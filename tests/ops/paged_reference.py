@@ -88,11 +88,12 @@ class Step:
             for token in range(start[request], start[request + 1]):
                 last = seq_len - start[request + 1] + token
                 first = max(0, last + 1 - self.window_size) if self.window_size else 0
-                seen = [(table[request][p // block_size], p % block_size) for p in range(first, last + 1)]
+                blocks = [table[request][position // block_size] for position in range(first, last + 1)]
+                offsets = [position % block_size for position in range(first, last + 1)]
+                keys, values = (cache[blocks, offsets].double() for cache in caches)
                 for head in range(self.q.shape[1]):
-                    keys, values = (torch.stack([c[at][head // group] for at in seen]).double() for c in caches)
-                    weights = (keys @ self.q[token, head].double() * self.scale).softmax(0)
-                    out[token, head] = weights @ values
+                    weights = (keys[:, head // group] @ self.q[token, head].double() * self.scale).softmax(0)
+                    out[token, head] = weights @ values[:, head // group]
         return (out, *caches)
 
 

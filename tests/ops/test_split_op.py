@@ -289,6 +289,55 @@ def test_a_factory_called_twice_defines_once_unless_it_says_something_else_of_ca
         assert make(capturable) is op
 
 
+# What makes a call ready for many times.
+
+
+def test_prepare_is_kept_and_goes_with_its_operator():
+    def prepare(x: torch.Tensor, out: torch.Tensor) -> Any:
+        return None
+
+    op = define(prepare=prepare)
+    assert registry.REGISTRY.prepares[op] is prepare
+    assert define("piecework_tests::none") not in registry.REGISTRY.prepares
+    cos = split_op.register("aten::cos", prepare=prepare)
+    assert registry.REGISTRY.prepares[cos] is prepare
+    registry.REGISTRY.remove(cos)
+    assert cos not in registry.REGISTRY.prepares
+
+
+def test_what_is_registered_anew_without_prepare_has_none():
+    for prepare in (lambda x: None, None):
+        cos = split_op.register("aten::cos", prepare=prepare)
+    assert cos not in registry.REGISTRY.prepares
+
+
+@pytest.mark.parametrize("prepare", [True, 3, "prepare"])
+def test_prepare_is_a_function(prepare):
+    before = split_ops()
+    with pytest.raises(RegistrationError, match=r"py:\d+: piecework_tests::op: prepare: expected a function of the op"):
+        define(prepare=prepare)
+    with pytest.raises(RegistrationError, match=r"py:\d+: split_op.register: prepare: expected a function of the oper"):
+        split_op.register("aten::cos", prepare=prepare)
+    assert split_ops() == before
+
+
+def test_a_factory_called_twice_defines_once_unless_it_prepares_otherwise():
+    def body(x: torch.Tensor, out: torch.Tensor) -> None: ...
+
+    def make(prepare: Any) -> Any:
+        return split_op(mutates_args=("out",), name="piecework_tests::again", prepare=prepare)(body)
+
+    def by_call() -> Any:
+        return lambda x, out: None
+
+    first = make(by_call())
+    assert make(by_call()) is first
+    other = make(None)
+    assert other not in registry.REGISTRY.prepares
+    assert first not in registry.REGISTRY.prepares
+    assert make(None) is other
+
+
 def test_defaults_and_keyword_arguments_reach_the_body():
     """The registered body is the decorated function; torch runs it behind a guard."""
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from piecework.errors import NotAvailableError
 from piecework.graphs.tape import TapeDevice
 from piecework.ops import attention, torch_static
 from piecework.ops.attention import AttentionContext, paged_attention
@@ -200,5 +201,5 @@ def test_the_operator_takes_it_for_a_static_context(monkeypatch: pytest.MonkeyPa
     native, torch_static_row = attention.IMPLEMENTATIONS[1:]
     assert (native.name, torch_static_row.name) == ("torch_native", "torch_static")
     monkeypatch.setattr(attention, "IMPLEMENTATIONS", (native,))
-    with pytest.raises(attention.NotAvailableError, match="torch_native: reads lengths on the host"):
+    with pytest.raises(NotAvailableError, match="torch_native: reads lengths on the host"):
         check(step, through_the_operator, static, rtol=0, atol=0)

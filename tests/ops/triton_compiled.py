@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import JITFunction, driver
 
-from piecework.ops.triton import kv_store, paged_attention
+from piecework.ops.triton import kv_store, launch, paged_attention, plan
 
 from .paged_reference import Batch, make_step, static_copy
 
@@ -45,21 +49,32 @@ class Hopper:
         return 0
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """One launch: what was compiled for it."""
+
+    name: str
+    compiled: Any
+    num_arguments: int
+    """Of the launch, constants included."""
+
+
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
-    """(kernel, hash of what was compiled for it) of each call: launches only compile."""
-    found: set[tuple[str, str]] = set()
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[Kernel]:
+    """One of each call: launches only compile."""
+    found: list[Kernel] = []
     run = JITFunction.run
 
     def warm_up(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        kernel = run(self, *args, grid=grid, warmup=True, **options)
-        assert len(kernel.asm["cubin"]) > 1000
-        found.add((self.fn.__name__, kernel.hash))
-        return kernel
+        compiled = run(self, *args, grid=grid, warmup=True, **options)
+        assert len(compiled.asm["cubin"]) > 1000
+        assert len(args) == len(self.arg_names)
+        found.append(Kernel(name=self.fn.__name__, compiled=compiled, num_arguments=len(args)))
 
     monkeypatch.setattr(JITFunction, "run", warm_up)
-    for module in (kv_store, paged_attention):
+    for module in (kv_store, plan):
         monkeypatch.setattr(module, "launch_on", lambda kernel, tensor: contextlib.nullcontext())
+    monkeypatch.setattr(paged_attention, "check_device", lambda kernel, tensor: None)
     driver.set_active(Hopper())  # for the rest of this process: there may be no driver to go back to
     return found
 
@@ -72,29 +87,93 @@ def call(batch: Batch, dtype: torch.dtype, **static: int) -> None:
     paged_attention.paged_attention(*arguments)
 
 
-def test_steps_of_every_size_share_one_kernel(compiled: set[tuple[str, str]]) -> None:
-    """A compile within a step would stall it, and within a capture break it."""
+def test_steps_of_every_size_share_their_kernels(kernels: list[Kernel]) -> None:
+    """A compile within a step would stall it, and within a capture break it. A window is a layer's own constant."""
     for requests in ([(1, 0)], [(1, 6), (1, 3)], [(7, 9)], [(1, 200)] * 16, [(1, 40)] * 33):
         for window_size in (0, 1, 16):
             batch = dataclasses.replace(STEP, requests=requests, window_size=window_size)
             call(batch, torch.bfloat16)
             call(batch, torch.bfloat16, empty_slots=3, spare_blocks=1)
-    assert sorted(name for name, _ in compiled) == ["_attend", "_store"]
+            call(batch, torch.bfloat16, empty_slots=40)
+    different = {(kernel.name, kernel.compiled.hash) for kernel in kernels}
+    assert sorted(name for name, _ in different) == ["attend_rows", "attend_tiles", "attend_tiles", "store_rows"]
 
 
 @pytest.mark.parametrize(
     ("dtype", "heads", "head_size"),
     [
-        (torch.float32, (8, 8), 64),
-        (torch.float16, (8, 8), 64),
-        (torch.bfloat16, (5, 1), 80),
-        (torch.float32, (64, 2), 256),
-        (torch.bfloat16, (1, 1), 512),
+        (torch.bfloat16, (8, 8), 64),
+        (torch.bfloat16, (32, 8), 128),
+        (torch.float16, (7, 1), 80),
+        (torch.bfloat16, (64, 2), 128),
+        (torch.bfloat16, (8, 1), 256),
+        (torch.bfloat16, (64, 2), 512),
+        (torch.float32, (8, 8), 80),
+        (torch.float32, (64, 2), 128),
+        (torch.float32, (4, 2), 512),
     ],
+    ids=str,
 )
-def test_every_shape_compiles(
-    dtype: torch.dtype, heads: tuple[int, int], head_size: int, compiled: set[tuple[str, str]]
+def test_every_shape_fits(
+    dtype: torch.dtype, heads: tuple[int, int], head_size: int, kernels: list[Kernel], tmp_path: Path
 ) -> None:
+    """A program has 227 KiB of shared memory at most; registers that spill cost bandwidth."""
     batch = dataclasses.replace(STEP, requests=[(2, 3)], heads=heads, head_size=head_size)
     call(batch, dtype)
-    assert sorted(name for name, _ in compiled) == ["_attend", "_store"]
+    call(batch, dtype, empty_slots=3)
+    assert [kernel.name for kernel in kernels] == ["store_rows", "attend_tiles", "store_rows", "attend_rows"]
+    for kernel in kernels[1:]:
+        assert kernel.compiled.metadata.shared <= 227 * 1024
+        # On tensor cores up to heads of 256; float32 and what is larger only has to run.
+        is_fast = dtype != torch.float32 and head_size <= 256
+        assert spilled_bytes(kernel.compiled.asm["ptx"], tmp_path) <= (0 if is_fast else 1024)
+        assert ("mma" in kernel.compiled.asm["ptx"]) == (dtype != torch.float32 and kernel.name != "store_rows")
+
+
+def spilled_bytes(ptx: str, folder: Path) -> int:
+    (folder / "kernel.ptx").write_text(ptx)
+    command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", "kernel.ptx", "-o", "kernel.cubin"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    found = re.search(r"(\d+) bytes spill stores", done.stderr)
+    assert found is not None, done.stderr
+    return int(found[1])
+
+
+def test_rows_are_read_in_whole_vectors(kernels: list[Kernel]) -> None:
+    """16 bytes a thread at once, from the cache to shared memory while the tile before is computed."""
+    batch = dataclasses.replace(STEP, requests=[(2, 3)])
+    call(batch, torch.bfloat16)
+    call(batch, torch.bfloat16, empty_slots=3)
+    for kernel in kernels:
+        ptx = kernel.compiled.asm["ptx"]
+        if kernel.name == "store_rows":
+            assert "ld.global.v4" in ptx
+            assert "st.global.v4" in ptx
+        else:
+            assert re.search(r"cp\.async\.cg\.shared\.global \[.*\], \[.*\], 0x10", ptx)
+            assert ("wgmma" in ptx) == (kernel.name == "attend_tiles")
+
+
+def test_the_last_split_sees_what_the_others_wrote(kernels: list[Kernel]) -> None:
+    """All threads have written before one of them counts; the parts are read past the L1 cache."""
+    call(dataclasses.replace(STEP, requests=[(1, 3)]), torch.bfloat16)
+    [ptx] = [kernel.compiled.asm["ptx"] for kernel in kernels if kernel.name == "attend_rows"]
+    before, after = ptx.split("atom.global.gpu.acq_rel", 1)
+    assert "st.global" not in before[before.rindex("bar.sync") :]
+    assert "ld.global.cg" in after
+    assert "bar.sync" in after[: after.index("ld.global.cg")]
+
+
+def test_what_is_compiled_has_what_a_quick_launch_needs(kernels: list[Kernel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a driver nothing can be loaded: in its place a launcher that notes what it gets."""
+    call(dataclasses.replace(STEP, requests=[(1, 3)]), torch.bfloat16)
+    for kernel in kernels:
+        # Set by `run` when it loads the kernel for its first launch.
+        kernel.compiled._run, kernel.compiled.function = (lambda *args: args), 1 << 40
+        way = launch.quick_launch(kernel.compiled)
+        assert way is not None
+        launched = way[0](1, 1, 1, 0, *way[1], *range(kernel.num_arguments))
+        assert launched[4] == 1 << 40
+        assert launched[5] == kernel.compiled.packed_metadata
+        assert launched[6:9] == (None, None, None)
+        assert kernel.num_arguments == len(kernel.compiled.src.signature)

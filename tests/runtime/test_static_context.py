@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import piecework as pw
 from piecework.errors import CaptureError, ConfigError, ContextError, InputError
 from piecework.graphs.inputs import BoundInputs, InputContract
+from piecework.graphs.prepared_fill import PreparedFill
 from piecework.ops.attention import AttentionContext
 from piecework.ops.context import host_field
 from piecework.runtime.static_context import ContextDoesNotFit, StaticContext
@@ -412,3 +413,58 @@ def test_a_context_in_which_nothing_grows_is_the_steps_own():
     static = make()
     assert static.fill_tokens_only(context, bound(1), 4) is context
     assert static.num_bytes == 0
+
+
+SIZES = st.lists(
+    st.tuples(
+        st.integers(0, 3),  # requests
+        st.integers(0, 5),  # blocks
+        st.sampled_from((4, 8)),  # the bucket
+        st.sampled_from(["prepared", "prepared", "scratch"]),
+    ),
+    min_size=2,
+    max_size=25,
+)
+
+
+@pytest.mark.parametrize("sizes", [{"blocks": 5, "requests": 4}, {}])
+@settings(max_examples=40, deadline=None)
+@given(steps=SIZES)
+def test_random_sequences_leave_what_filling_everything_leaves(sizes: dict[str, int], steps: Any) -> None:
+    static = StaticContext(CONTRACT, sizes, 8)
+    plans: dict[Any, tuple[int, PreparedFill, Any]] = {}
+    for seed, (num_requests, num_blocks, bucket, way) in enumerate(steps):
+        given_step = step([1] * num_requests, num_blocks, number=seed)
+        torch.manual_seed(seed)
+        for tensor in (given_step.rows, given_step.start, given_step.table):
+            tensor.random_(1, 50)
+        inputs = bound(num_requests)
+        known = plans.get((num_requests, num_blocks, bucket))
+        if way == "scratch" or known is None or known[0] != static.generation:
+            copied = static.fill(given_step, inputs, bucket)
+            fill = PreparedFill(static.targets(given_step, copied))
+            plans[num_requests, num_blocks, bucket] = static.generation, fill, copied
+        else:
+            _, fill, copied = known
+            sources = [given_step.rows, given_step.start, given_step.table]
+            with torch.inference_mode():
+                fill.run(sources)
+        fresh = StaticContext(CONTRACT, sizes, 8)
+        fresh._seen = dict(static._seen)
+        expected: Any = fresh.fill(given_step, inputs, bucket)
+        for name in ("rows", "start", "table"):
+            assert torch.equal(getattr(copied, name), getattr(expected, name)), name
+
+
+def test_the_generation_grows_when_static_tensors_may_be_others() -> None:
+    static = StaticContext(CONTRACT, {}, 8)
+    static.fill(step([1, 1]), bound(2), 4)
+    known = static.generation
+    static.fill(step([1, 1], number=2), bound(2), 4)
+    static.fill(step([1]), bound(1), 4)
+    assert static.generation == known
+    static.fill(step([1, 1], num_blocks=9), bound(2), 4)
+    grown = static.generation
+    assert grown > known
+    static.fill(step([1, 1]), bound(2), 2)  # a bucket that had none yet
+    assert static.generation > grown

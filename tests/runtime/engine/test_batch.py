@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from piecework.runtime.engine.batch import step_inputs
@@ -64,3 +65,19 @@ def test_a_preempted_request_runs_its_answer_again() -> None:
     assert step.inputs["input_ids"].tolist() == [31, 32]
     assert step.inputs["positions"].tolist() == [3, 4]
     assert step.last_rows.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "max_blocks", "width"),
+    [(4, None, 1), (9, None, 4), (16, None, 4), (17, None, 8), (17, 6, 6), (24, 6, 6), (4, 1, 1)],
+)
+def test_block_tables_have_few_widths(num_tokens: int, max_blocks: int | None, width: int) -> None:
+    """Powers of two, but no more blocks than a request can have: the runtime has no room for them."""
+    long = request([5] * num_tokens, list(range(1, 7)))
+    step = step_inputs(
+        [Chunk(request=long, num_tokens=num_tokens)], block_size=4, device=CPU, num_blocks=7, max_blocks=max_blocks
+    )
+    used = -(-num_tokens // 4)
+    assert step.context.block_table.tolist() == [[*range(1, used + 1), *[0] * (width - used)]]
+    assert (step.context.num_blocks, step.context.block_size) == (7, 4)
+    step.context.check()

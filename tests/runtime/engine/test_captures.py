@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from piecework.errors import InputError
 from piecework.ops import attention
 from piecework.phases import GraphConfig, PhaseConfig
 from piecework.runtime.engine.engine import LLMEngine
@@ -98,6 +99,36 @@ def test_the_debug_mode_finds_nothing_to_say_about_the_engine(checkpoint: Path, 
         with LLMEngine(checkpoint, debug, device="cpu") as engine:
             for output in engine.generate(PROMPTS[:3], GREEDY):
                 assert output.token_ids == reference.tokens(checkpoint, output.prompt_token_ids, NEW_TOKENS)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("backend", ["disabled", "full", "breakable", "tc_piecewise"])
+def test_the_debug_mode_refuses_a_corrupted_block_table_before_anything_runs(
+    checkpoint: Path, backend: str, phase: str, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    debug = dataclasses.replace(config(backend), debug_captures=True)
+    with LLMEngine(checkpoint, debug, device="cpu") as engine:
+        engine.generate(PROMPTS[:2], GREEDY)
+        caches = [t for name, t in engine.model.named_buffers() if name.endswith("_cache")]
+        before: list[torch.Tensor] = []
+        run = engine.runtime.run
+
+        def corrupted(step_phase: str, inputs: Any, *, context: Any) -> Any:
+            if step_phase == phase:
+                before[:] = [cache.clone() for cache in caches]
+                context.block_table[1, 0] = 1_000_000
+            return run(step_phase, inputs, context=context)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(engine.runtime, "run", corrupted)
+            last = engine.state.num_blocks - 1
+            wrong = rf"block_table\[1, 0\]: expected a block of 0 to {last}, .* got 1000000; give the request its own"
+            with pytest.raises(InputError, match=wrong):
+                engine.generate(PROMPTS[:2], GREEDY)
+        assert all(torch.equal(cache, old) for cache, old in zip(caches, before, strict=True))
+        # The step was refused, not the engine.
+        for output in engine.generate(PROMPTS[:2], GREEDY):
+            assert output.token_ids == reference.tokens(checkpoint, output.prompt_token_ids, NEW_TOKENS)
 
 
 def test_two_engines_do_not_share_what_they_captured(checkpoint: Path, reference: Any) -> None:

@@ -107,7 +107,7 @@ def test_the_newest_is_preempted_and_comes_back_first_with_its_tokens() -> None:
     made.add(c)
     # a has two blocks by now. b outgrows its block and finds none: it is the newest itself.
     assert steps(made, 1) == [("decode", {"a": 1})]
-    assert (b.blocks, b.num_computed, b.num_preemptions, made.num_preemptions) == ([], 0, 1, 1)
+    assert (list(b.blocks), b.num_computed, b.num_preemptions, made.num_preemptions) == ([], 0, 1, 1)
     assert list(made.waiting) == [b, c]
     # It needs two blocks for 3 + 2 tokens and there is one; c, which would fit, waits behind it.
     assert steps(made, 3) == [("decode", {"a": 1})] * 3

@@ -1,0 +1,124 @@
+"""What the layers of a model have in common, so that the same compiled attention kernels serve them all."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import torch
+import triton
+
+from .kv_store import store_constants, store_grid
+from .launch import Grid, Way, is_interpreted
+from .row_attention import attend_rows
+from .tile_attention import attend_tiles
+from .tuning import Tuning, pick_tuning
+
+NO_WINDOW = 2**31 - 1
+"""A window that no request fills."""
+_MAX_GROUP = 32
+"""Query heads of one KV head that a program of row attention takes; more of them take more programs."""
+_REDUCED_ELEMENTS = 1 << 13
+"""Elements of the splits' results that are put together at once; bounds a program's registers."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Kernel:
+    """One of the attention kernels, as a layout launches it."""
+
+    num_columns: int
+    """KV heads times the parts of their groups; a program takes one."""
+    per_column: int
+    """Query heads that a program of row attention takes; tokens that one of tile attention takes."""
+    numbers: tuple[int | float, ...]
+    """Arguments between those of a context and `strides`."""
+    last: tuple[int, ...]
+    """Last arguments: strides and constants."""
+    options: dict[str, int]
+    """Of the compiler."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Layout:
+    """What calls have in common that the same compiled kernels serve; there is one object of each."""
+
+    device: torch.device
+    num_rows: int
+    window: int
+    tuning: Tuning
+    padded_head_size: int
+    store_grid: Grid
+    store_last: tuple[int, ...]
+    """Last arguments of the store."""
+    rows: Kernel
+    tiles: Kernel
+    compiled: dict[Any, tuple[Way, Way] | None] = dataclasses.field(default_factory=dict)
+    """By the kinds of a context's arguments: how the store and the attention kernel are launched quickly."""
+
+
+@functools.lru_cache(maxsize=1024)
+def layout_of(
+    device: torch.device,
+    dtypes: tuple[torch.dtype, ...],
+    q_shape: tuple[int, int, int],
+    num_kv_heads: int,
+    block_size: int,
+    strides: tuple[tuple[int, ...], ...],
+    alignments: tuple[int, ...],
+    scale: float,
+    window_size: int,
+    tuning: Tuning | None,
+) -> Layout:
+    """The one layout of these arguments; `alignments` are not read, but are part of what is the same."""
+    num_rows, num_heads, head_size = q_shape
+    q, k, v, k_cache, v_cache, out = strides
+    cache_strides = (*k_cache, *v_cache)
+    group_size = num_heads // num_kv_heads
+    tuning = tuning or pick_tuning(dtypes[0], head_size, group_size)
+    padded = max(16, int(triton.next_power_of_2(head_size)))
+    window = window_size or NO_WINDOW
+    numbers = (scale * math.log2(math.e), window)
+    strides_last = (*q[:2], *out[:2], q[2], out[2], *cache_strides, group_size)
+    sizes = (head_size, padded, block_size)
+
+    part = min(int(triton.next_power_of_2(group_size)), _MAX_GROUP)
+    num_parts = -(-group_size // part)
+    padded_part = part if dtypes[0] == torch.float32 else max(16, part)  # what a tensor core takes
+    reduced_at_once = max(1, min(32, _REDUCED_ELEMENTS // (part * padded)))
+    row_sizes = (part, num_parts, padded_part, *sizes, tuning.row_tile, reduced_at_once)
+    rows = Kernel(
+        num_columns=num_kv_heads * num_parts,
+        per_column=part,
+        numbers=(*numbers, tuning.row_min_chunk),
+        last=(*strides_last, *row_sizes, is_interpreted(attend_rows)),
+        options={"num_warps": tuning.row_warps, "num_stages": tuning.row_stages},
+    )
+
+    part = min(group_size, tuning.tile_m)
+    columns = num_kv_heads * -(-group_size // part)
+    tokens = tuning.tile_m // part
+    tile_sizes = (part, columns, tokens, *sizes, tuning.tile_m, tuning.tile_n, window_size != 0)
+    tiles = Kernel(
+        num_columns=columns,
+        per_column=tokens,
+        numbers=(*numbers, num_rows),
+        last=(*strides_last, *tile_sizes, is_interpreted(attend_tiles)),
+        options={"num_warps": tuning.tile_warps, "num_stages": tuning.tile_stages},
+    )
+
+    return Layout(
+        device=device,
+        num_rows=num_rows,
+        window=window,
+        tuning=tuning,
+        padded_head_size=padded,
+        store_grid=store_grid(num_rows, num_kv_heads, head_size),
+        store_last=(
+            *(*k[:2], *v[:2]),
+            *store_constants(num_kv_heads, block_size, head_size, k[2], v[2], cache_strides),
+        ),
+        rows=rows,
+        tiles=tiles,
+    )

@@ -1,0 +1,213 @@
+"""Writes the README's benchmark tables from benchmarks/results, between `<!-- benchmarks:begin NAME -->` and `:end`.
+
+    python scripts/benchmark_tables.py [--check]
+
+`--check` writes nothing and exits with 1 if the README is not what it would be. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+MIB = 1 << 20
+NOT_RUN = "not run"
+_MARKER = re.compile(r"<!-- benchmarks:(begin|end) (\S+) -->")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if something would change")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", metavar="FILE")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", metavar="DIR")
+    parsed = parser.parse_args(arguments)
+    before = parsed.readme.read_text(encoding="utf-8")
+    try:
+        after = with_tables(before, parsed.results, str(parsed.readme.name))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if after == before:
+        return 0
+    if parsed.check:
+        print(
+            f"{parsed.readme.name}: expected the tables that {parsed.results} gives, got other ones; run "
+            f"python scripts/benchmark_tables.py",
+            file=sys.stderr,
+        )
+        return 1
+    parsed.readme.write_text(after, encoding="utf-8")
+    return 0
+
+
+def with_tables(text: str, results: Path, where: str) -> str:
+    """The text with the table of each marker made anew.
+
+    Raises:
+        ValueError: a marker that has no partner, or no table; or a result that is no JSON of that benchmark.
+    """
+    parts: list[str] = []
+    position = 0
+    opened: str | None = None
+    for marker in _MARKER.finditer(text):
+        kind, name = marker.groups()
+        expected = ("begin", name) if opened is None else ("end", opened)
+        if (kind, name) != expected or name not in TABLES:
+            wanted = "begin and one of " + ", ".join(TABLES) if opened is None else f"end {opened}"
+            raise ValueError(
+                f"{where}: expected a marker benchmarks: with {wanted}, got {kind} {name}; put a begin and an end "
+                f"around each table"
+            )
+        if kind == "begin":
+            parts += [text[position : marker.end()], "\n", rendered(name, results), "\n"]
+            opened = name
+        else:
+            opened = None
+        position = marker.start() if kind == "end" else marker.end()
+    if opened is not None:
+        raise ValueError(f"{where}: expected a marker benchmarks:end {opened}, got the end of the file; add it")
+    return "".join([*parts, text[position:]])
+
+
+def rendered(name: str, results: Path) -> str:
+    """One table as markdown, with its conditions; or that it was not measured yet.
+
+    Raises:
+        ValueError: the file is no result of that benchmark.
+    """
+    file = results / f"gpu_{name}.json"
+    command = f"`python benchmarks/gpu_run.py --only {name}`"
+    if not file.exists():
+        return f"Not measured yet; {command} does."
+    try:
+        result = json.loads(file.read_text(encoding="utf-8"))
+        lines = TABLES[name](result)
+        where = (
+            f"{result['device']}, driver {result['driver']}, torch {result['torch']}, triton {result['triton']}, "
+            f"commit {result['commit']}"
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{file}: expected a result of {name}, got one without {error}; measure it again, or remove the file"
+        ) from error
+    return "\n".join([*lines, "", f"{where}; {command}; medians."])
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table, the first column to the left and the others to the right."""
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return ["| " + " | ".join(cells) + " |" for cells in (head, rule, *rows)]
+
+
+def capture(result: dict[str, Any]) -> list[str]:
+    """Each way of capturing: its cost, and a step by replay."""
+    sizes = list(result["uncaptured_step_ms"])
+    rows = [["uncaptured, eager", "", "", "", "", *(f"{ms:.1f} ms" for ms in result["uncaptured_step_ms"].values())]]
+    for way in result["ways"]:
+        name = f"`{way['backend']}`, `{way['compiler']}`"
+        if "error" in way:
+            rows.append([name, way["error"], *[""] * (3 + len(sizes))])
+            continue
+        arrival = f"{way['pool_bytes_arrival'] / MIB:.0f} MiB" if "pool_bytes_arrival" in way else NOT_RUN
+        steps = [f"{way['step_ms'][size]:.1f} ms" for size in sizes]
+        pool = f"{way['pool_bytes_random'] / MIB:.0f} MiB"
+        rows.append([name, f"{way['capture_ms_median']:.0f} ms", str(way["segments"]), pool, arrival, *steps])
+    head = ["backend, compiler", "capture of a bucket", "segments", "pool", "pool, largest not first"]
+    lines = markdown([*head, *(f"step at {size}" for size in sizes)], rows)
+    return [*lines, "", f"{result['layers']} layers, {result['dtype']}, {result['seq_len']} tokens a request."]
+
+
+def decode(result: dict[str, Any]) -> list[str]:
+    """Each row of requests x tokens: the floor, and a step of each way as milliseconds and as a multiple of it."""
+    names = list(dict.fromkeys(name for row in result["rows"] for name in row["ways"]))
+    rows = []
+    for row in sorted(result["rows"], key=lambda row: (row["context"], row["batch"])):
+        cells = [_cell(row, name, "floor_ms", ".2f") for name in names]
+        rows.append([f"{row['batch']} x {row['context']:,}", f"{row['floor_ms']:.2f}", *cells])
+    lines = markdown(["requests x tokens", "floor", *names], rows)
+    shared = [row for row in result["rows"] if "distinct_caches" in row]
+    long = (
+        f" In rows of {shared[0]['context']:,} tokens layers share {shared[0]['distinct_caches']} caches."
+        if shared
+        else ""
+    )
+    ungraphed = [f"{row['batch']} x {row['context']:,}" for row in result["rows"] if _skips(row)]
+    without = f" torch.compile made no CUDA graph at {', '.join(ungraphed)}." if ungraphed else ""
+    weights, bandwidth = f"{result['weight_bytes'] / 1e9:.1f} GB", f"{result['copy_bytes_per_s'] / 1e12:.2f} TB/s"
+    return [
+        *lines,
+        "",
+        f"Milliseconds a step, logits included, and as a multiple of the floor: {weights} of weights and the KV cache, "
+        f"at the {bandwidth} of a copy in the same run. {result['layers']} layers, {result['dtype']}.{long}{without}",
+    ]
+
+
+def _skips(row: dict[str, Any]) -> bool:
+    return any(way.get("cudagraph_skips") for way in row["ways"].values())
+
+
+def _cell(row: dict[str, Any], name: str, base: str, form: str) -> str:
+    way = row["ways"].get(name, {})
+    if "error" in way or "error" in row:
+        return "failed" if "error" in way else NOT_RUN
+    return f"{way['step_ms']:{form}} ({way['step_ms'] / row[base]:.2f} x)" if "step_ms" in way else NOT_RUN
+
+
+def prefill(result: dict[str, Any]) -> list[str]:
+    """Each size of a prompt: a step of each way as milliseconds and its speed against plain eager."""
+    names = list(dict.fromkeys(name for row in result["rows"] for name in row["ways"]))
+    rows = []
+    for row in sorted(result["rows"], key=lambda row: row["tokens"]):
+        cells = []
+        for name in names:
+            way = row["ways"].get(name, {})
+            speed = f" ({way['speed_of_plain_eager']:.2f} x)" if "speed_of_plain_eager" in way else ""
+            cells.append(
+                "failed" if "error" in way else f"{way['step_ms']:.2f}{speed}" if "step_ms" in way else NOT_RUN
+            )
+        best = max((way["tokens_per_s"] for way in row["ways"].values() if "tokens_per_s" in way), default=None)
+        rows.append([f"{row['tokens']:,}", *cells, f"{best:,.0f}" if best is not None else NOT_RUN])
+    return [
+        *markdown(["tokens", *names, "tokens/s, best"], rows),
+        "",
+        f"Milliseconds a prompt, without logits, and the speed against plain eager. {result['layers']} layers, "
+        f"{result['dtype']}.",
+    ]
+
+
+def dispatch(result: dict[str, Any]) -> list[str]:
+    """Each way of capturing: the host's microseconds in a replayed step."""
+    columns = ("total", "replay", "segments", "split_calls", "beyond_replay")
+    rows = []
+    for way in result["ways"]:
+        name = f"`{way['backend']}`, `{way['compiler']}`"
+        cells = [way["error"], *[""] * 4] if "error" in way else [f"{way[f'{column}_us']:.0f}" for column in columns]
+        rows.append([name, *cells])
+    head = ["backend, compiler", "`run`", "the replay in it", "its segments", "its split calls", "beyond the replay"]
+    lines = markdown(head, rows)
+    parts = [
+        f"`{way['backend']}`: " + ", ".join(f"{part} {us:.1f}" for part, us in way["parts_us"].items()) + "."
+        for way in result["ways"]
+        if way.get("parts_us")
+    ]
+    about = f"Microseconds of the host a step. {result['layers']} layers, {result['requests']} requests. In it, "
+    return [*lines, "", about + "each with what it calls: " + " ".join(parts)]
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+    "capture": capture,
+    "decode": decode,
+    "prefill": prefill,
+    "dispatch": dispatch,
+}
+"""Name of a marker, of a part of gpu_run.py and of a file gpu_NAME.json -> the table's lines."""
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

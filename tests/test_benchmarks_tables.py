@@ -1,0 +1,147 @@
+"""scripts/benchmark_tables.py makes the README's tables of the results that are there."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CONDITIONS = {"device": "NVIDIA X", "driver": "1", "torch": "2", "triton": "3", "commit": "abc"}
+ABOUT = {"layers": 2, "dtype": "bfloat16", **CONDITIONS}
+
+
+@pytest.fixture(scope="module")
+def tables() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("benchmark_tables", ROOT / "scripts" / "benchmark_tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def marked(name: str, content: str = "") -> str:
+    return f"<!-- benchmarks:begin {name} -->\n{content}<!-- benchmarks:end {name} -->"
+
+
+def write(folder: Path, name: str, result: dict[str, Any]) -> None:
+    (folder / f"gpu_{name}.json").write_text(json.dumps(result))
+
+
+def test_the_readme_has_the_tables_of_the_results(tables: ModuleType) -> None:
+    assert tables.main(["--check"]) == 0, "run python scripts/benchmark_tables.py"
+    readme = (ROOT / "README.md").read_text()
+    assert {name for name in tables.TABLES if f"<!-- benchmarks:begin {name} -->" in readme} == set(tables.TABLES)
+
+
+def test_a_table_is_made_once_and_checked(
+    tables: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{marked('prefill', 'an old table')}\nbetween\n{marked('decode')}\nafter\n")
+    ways = {
+        "plain eager": {"step_ms": 20.0, "speed_of_plain_eager": 1.0, "tokens_per_s": 3200.0},
+        "breakable, eager": {"step_ms": 16.0, "speed_of_plain_eager": 1.25, "tokens_per_s": 4000.0},
+        "eager": {"error": "KeyError: 'x'"},
+    }
+    rows = [{"tokens": 4096, "ways": {}, "error": "not begun"}, {"tokens": 64, "ways": ways}]
+    write(tmp_path, "prefill", {**ABOUT, "rows": rows})
+    options = ["--readme", str(readme), "--results", str(tmp_path)]
+    assert tables.main([*options, "--check"]) == 1
+    assert "README.md: expected the tables" in capsys.readouterr().err
+    assert "an old table" in readme.read_text()
+    assert tables.main(options) == 0
+    written = readme.read_text()
+    assert tables.main([*options, "--check"]) == 0
+    assert tables.main(options) == 0
+    assert readme.read_text() == written
+    first, second = (
+        "| 64 | 20.00 (1.00 x) | 16.00 (1.25 x) | failed | 4,000 |",
+        "| 4,096 | not run | not run | not run |",
+    )
+    assert written.index(first) < written.index(second)
+    assert "NVIDIA X, driver 1, torch 2, triton 3, commit abc; `python benchmarks/gpu_run.py --only prefill`" in written
+    assert "Not measured yet; `python benchmarks/gpu_run.py --only decode` does." in written
+    assert written.startswith("before\n")
+    assert "\nbetween\n" in written
+    assert written.endswith("after\n")
+
+
+def test_decode_shows_multiples_of_the_floor(tables: ModuleType, tmp_path: Path) -> None:
+    ways = {
+        "plain torch.compile": {"step_ms": 6.0, "cudagraph_skips": 1},
+        "full, inductor": {"step_ms": 4.5},
+        "general": {"step_ms": 9.0, "error": "CUDA error"},
+    }
+    rows = [
+        {"batch": 32, "context": 32768, "floor_ms": 30.0, "ways": {"full, inductor": {"step_ms": 36.0}}},
+        {"batch": 1, "context": 128, "floor_ms": 3.0, "ways": ways},
+    ]
+    rows[0]["distinct_caches"] = 18
+    write(tmp_path, "decode", {**ABOUT, "weight_bytes": 15e9, "copy_bytes_per_s": 4.2e12, "rows": rows})
+    text = tables.rendered("decode", tmp_path)
+    assert "| requests x tokens | floor | full, inductor | plain torch.compile | general |" in text
+    assert "| 1 x 128 | 3.00 | 4.50 (1.50 x) | 6.00 (2.00 x) | failed |" in text
+    assert "| 32 x 32,768 | 30.00 | 36.00 (1.20 x) | not run | not run |" in text
+    assert "15.0 GB of weights and the KV cache, at the 4.20 TB/s" in text
+    assert "In rows of 32,768 tokens layers share 18 caches." in text
+    assert "torch.compile made no CUDA graph at 1 x 128." in text
+
+
+def test_capture_and_dispatch_show_what_failed(tables: ModuleType, tmp_path: Path) -> None:
+    way = {
+        "backend": "full",
+        "compiler": "eager",
+        "capture_ms_median": 54.8,
+        "segments": 1,
+        "pool_bytes_random": 50 << 20,
+        "step_ms": {"1": 9.59, "64": 14.6},
+    }
+    ways = [way, {**way, "pool_bytes_arrival": 62 << 20}, {"backend": "full", "compiler": "inductor", "error": "no"}]
+    write(tmp_path, "capture", {**ABOUT, "seq_len": 512, "uncaptured_step_ms": {"1": 38.3, "64": 39.2}, "ways": ways})
+    text = tables.rendered("capture", tmp_path)
+    assert "| uncaptured, eager |  |  |  |  | 38.3 ms | 39.2 ms |" in text
+    assert "| `full`, `eager` | 55 ms | 1 | 50 MiB | not run | 9.6 ms | 14.6 ms |" in text
+    assert "| `full`, `eager` | 55 ms | 1 | 50 MiB | 62 MiB | 9.6 ms | 14.6 ms |" in text
+    assert "| `full`, `inductor` | no |  |  |  |  |  |" in text
+
+    columns = ("total_us", "replay_us", "segments_us", "split_calls_us", "beyond_replay_us")
+    times: dict[str, Any] = dict(zip(columns, (90.4, 40.0, 39.0, 0.2, 50.4), strict=True))
+    times["parts_us"] = {"read layout": 4.56, "fill": 3.8}
+    ways = [{"backend": "full", "compiler": "eager", **times}, {"backend": "x", "compiler": "y", "error": "no"}]
+    write(tmp_path, "dispatch", {**ABOUT, "requests": 8, "ways": ways})
+    text = tables.rendered("dispatch", tmp_path)
+    assert "| `full`, `eager` | 90 | 40 | 39 | 0 | 50 |" in text
+    assert "| `x`, `y` | no |  |  |  |  |" in text
+    assert text.count("`full`: read layout 4.6, fill 3.8.") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<!-- benchmarks:begin decode -->", "expected a marker benchmarks:end decode, got the end of the file"),
+        ("<!-- benchmarks:end decode -->", "expected a marker benchmarks: with begin and one of capture, decode"),
+        (marked("speed"), "got begin speed"),
+        (marked("decode").replace("end decode", "end prefill"), "expected a marker benchmarks: with end decode"),
+    ],
+)
+def test_a_marker_that_does_not_fit_is_an_error(
+    tables: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, expected: str
+) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(text)
+    assert tables.main(["--readme", str(readme), "--results", str(tmp_path)]) == 1
+    assert expected in capsys.readouterr().err
+    assert readme.read_text() == text
+
+
+@pytest.mark.parametrize("content", ['{"rows": []}', "not JSON", "[]"])
+def test_a_result_of_something_else_is_an_error(tables: ModuleType, tmp_path: Path, content: str) -> None:
+    (tmp_path / "gpu_decode.json").write_text(content)
+    with pytest.raises(ValueError, match="expected a result of decode"):
+        tables.rendered("decode", tmp_path)
