@@ -200,12 +200,13 @@ def measure(shape: Shape, device: torch.device, copy_bytes_per_s: float, replays
 def row_tunings(plain: Tuning) -> Iterator[Tuning]:
     """What is tried for decode; what needs no other compile varies fastest."""
     for tile, warps, stages in [(t, w, s) for s in (3, 5, 7) for t, w in ((64, 4), (32, 4), (128, 4), (128, 8))]:
-        for min_chunk, programs in itertools.product((64, 128, 256), (2, 4, 8)):
+        for min_chunk, programs in itertools.product((64, 128, 256), (1, 2, 4)):
             yield dataclasses.replace(
                 plain,
                 row_tile=tile,
                 row_warps=warps,
                 row_stages=stages,
+                row_lone_stages=stages,
                 row_min_chunk=max(min_chunk, tile),
                 row_programs_per_sm=programs,
             )

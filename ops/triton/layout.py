@@ -20,6 +20,8 @@ NO_WINDOW = 2**31 - 1
 """A window that no request fills."""
 _MAX_GROUP = 32
 """Query heads of one KV head that a program of row attention takes; more of them take more programs."""
+_CPU_SMS = 4
+"""In place of the number of SMs under the interpreter."""
 _REDUCED_ELEMENTS = 1 << 13
 """Elements of the splits' results that are put together at once; bounds a program's registers."""
 
@@ -52,10 +54,19 @@ class Layout:
     store_grid: Grid
     store_last: tuple[int, ...]
     """Last arguments of the store."""
+    num_splits: int
+    """Programs of row attention that share a row at most."""
     rows: Kernel
     tiles: Kernel
     compiled: dict[Any, tuple[Way, Way] | None] = dataclasses.field(default_factory=dict)
     """By the kinds of a context's arguments: how the store and the attention kernel are launched quickly."""
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _CPU_SMS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -88,12 +99,14 @@ def layout_of(
     padded_part = part if dtypes[0] == torch.float32 else max(16, part)  # what a tensor core takes
     reduced_at_once = max(1, min(32, _REDUCED_ELEMENTS // (part * padded)))
     row_sizes = (part, num_parts, padded_part, *sizes, tuning.row_tile, reduced_at_once)
+    num_columns = num_kv_heads * num_parts
+    num_splits, is_lone = tuning.row_splits_of(num_rows * num_columns, _num_sms(device))
     rows = Kernel(
-        num_columns=num_kv_heads * num_parts,
+        num_columns=num_columns,
         per_column=part,
         numbers=(*numbers, tuning.row_min_chunk),
         last=(*strides_last, *row_sizes, is_interpreted(attend_rows)),
-        options={"num_warps": tuning.row_warps, "num_stages": tuning.row_stages},
+        options={"num_warps": tuning.row_warps, "num_stages": tuning.row_lone_stages if is_lone else tuning.row_stages},
     )
 
     part = min(group_size, tuning.tile_m)
@@ -119,6 +132,7 @@ def layout_of(
             *(*k[:2], *v[:2]),
             *store_constants(num_kv_heads, block_size, head_size, k[2], v[2], cache_strides),
         ),
+        num_splits=num_splits,
         rows=rows,
         tiles=tiles,
     )

@@ -18,9 +18,6 @@ from .tile_attention import attend_tiles
 if TYPE_CHECKING:
     from ..attention import AttentionContext
 
-_CPU_SMS = 4
-"""In place of the number of SMs under the interpreter."""
-
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
 class Plan:
@@ -108,22 +105,11 @@ def takes_tiles(num_rows: int, context: AttentionContext) -> bool:
 
 def _num_splits(layout: Layout, context: AttentionContext) -> int:
     """Programs that share a row: for a static context from shapes alone, else no more than its lengths need."""
-    tuning = layout.tuning
-    if tuning.row_splits:
-        return tuning.row_splits
-    wanted = _num_sms(layout.device) * tuning.row_programs_per_sm // (layout.num_rows * layout.rows.num_columns)
-    splits = max(1, min(wanted, tuning.row_max_splits))
+    splits = layout.num_splits
     if not context.is_static:
         longest = min(max(context.seq_lens_host, default=0), layout.window)
-        splits = max(1, min(splits, -(-longest // tuning.row_min_chunk)))
+        splits = max(1, min(splits, -(-longest // layout.tuning.row_min_chunk)))
     return splits
-
-
-@functools.cache
-def _num_sms(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _CPU_SMS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _split_memory(layout: Layout, grid: Grid) -> tuple[torch.Tensor, ...]:
