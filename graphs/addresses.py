@@ -10,7 +10,11 @@ from typing import Any
 import torch
 
 from ..errors import InputError
-from .bindings import Bindings, Link, TensorIndex, layout_of, links_unchanged
+from .bindings import Bindings, TensorIndex, layout_of
+from .links import Link, Tables, links_unchanged
+
+_MAX_SEEN = 16
+"""Times that what a capture holds is taken down anew for the quick question."""
 
 
 class Vacancies:
@@ -22,12 +26,14 @@ class Vacancies:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._empty: list[tuple[dict[str, Any], str]] = []
-        self._modules: list[dict[str, Any]] = []
+        modules: list[dict[str, Any]] = []
+        own_tables: list[dict[str, Any]] = []
         tables: list[Any] = []
         for module in model.modules():
             own: list[dict[str, Any]] = [module._parameters, module._buffers, module._modules]
             tables += own
-            self._modules.append(module._modules)
+            own_tables += own
+            modules.append(module._modules)
             self._empty += [(table, key) for table in own for key, value in table.items() if value is None]
             for key, value in module.__dict__.items():
                 if key in _MODULE_INTERNALS:
@@ -36,48 +42,50 @@ class Vacancies:
                     self._empty.append((module.__dict__, key))
                 elif isinstance(value, (list, dict)) and _holds_tensors(value):
                     tables.append(value)
+        self.tables = [table for table in own_tables if table]
+        """Those of modules that hold something."""
         # Each step asks: what is true when it is not empty is asked all at once.
         self._bare = [table for table in tables if not len(table) and type(table) in (dict, list)]
-        self._tables = [table for table in tables if len(table) or type(table) not in (dict, list)]
-        self._modules = [table for table in self._modules if table]
-        self._sizes = [*map(len, self._tables)]
+        self._others = [table for table in tables if len(table) or type(table) not in (dict, list)]
+        self._sizes = [*map(len, self._others)]
+        known = set(map(id, own_tables))
+        self._loose_others = [table for table in self._others if id(table) not in known]
+        self._loose_sizes = [*map(len, self._loose_others)]
+        self._loose_empty = [(table, key) for table, key in self._empty if id(table) not in known]
+        self._modules = [table for table in modules if table]
         self._names = [*itertools.chain.from_iterable(self._modules)]
-        self.children: list[Link] = [(table, key, child) for table in self._modules for key, child in table.items()]
-        """Where each module is."""
+        self._children: list[Link] = [(table, key, child) for table in self._modules for key, child in table.items()]
 
     def filled(self) -> str | None:
         """What is there now, or what else is where a module was, in words; None when all is as before."""
-        if (key := self._filled_key()) is not None:
+        if (key := _filled_key(self._empty)) is not None:
             return f"the model has a {key} where it had none"
-        if any(self._bare) or [*map(len, self._tables)] != self._sizes:
+        if any(self._bare) or [*map(len, self._others)] != self._sizes:
             return "the model has more or fewer parameters, buffers, modules or tensors in a list than before"
-        if not self._in_order() or not links_unchanged(self.children):
+        # A forward may go through the children in their order.
+        if [*itertools.chain.from_iterable(self._modules)] != self._names or not links_unchanged(self._children):
             return "a module of the model was replaced"
         return None
 
     def are_empty(self) -> bool:
-        """Whether `filled` has nothing to say, if `children` are all there: the caller knows that, or asks itself."""
+        """Whether `filled` has nothing to say, if `tables` hold what they held: the caller knows that."""
         return (
             not any(self._bare)
-            and [*map(len, self._tables)] == self._sizes
-            and self._in_order()
-            and self._filled_key() is None
+            and [*map(len, self._loose_others)] == self._loose_sizes
+            and _filled_key(self._loose_empty) is None
         )
 
-    def _in_order(self) -> bool:
-        """Whether modules have their children in the same order: a forward may go through them."""
-        return [*itertools.chain.from_iterable(self._modules)] == self._names
 
-    def _filled_key(self) -> str | None:
-        try:
-            for table, key in self._empty:
-                if (value := table[key]) is not None and isinstance(value, (torch.Tensor, torch.nn.Module)):
-                    return key
-        except KeyError:  # an attribute was deleted, and may have been set again
-            for table, key in self._empty:
-                if isinstance(table.get(key), (torch.Tensor, torch.nn.Module)):
-                    return key
-        return None
+def _filled_key(empty: list[tuple[dict[str, Any], str]]) -> str | None:
+    try:
+        for table, key in empty:
+            if (value := table[key]) is not None and isinstance(value, (torch.Tensor, torch.nn.Module)):
+                return key
+    except KeyError:  # an attribute was deleted, and may have been set again
+        for table, key in empty:
+            if isinstance(table.get(key), (torch.Tensor, torch.nn.Module)):
+                return key
+    return None
 
 
 _MODULE_INTERNALS = frozenset(torch.nn.Module().__dict__)
@@ -141,10 +149,8 @@ class Addresses:
         self._bindings = bindings
         self._vacancies = vacancies
         self._tensors = bindings.model_tensors()
-        ways = bindings.ways()
-        children = vacancies.children if vacancies is not None else []
-        self._children = [link for link in children if (id(link[0]), link[1]) not in ways]
-        """Modules that are on the way to none of the tensors."""
+        self._num_seen = 0
+        self._see()
         self._pointer_of = _pointer_of(self._tensors)
         self._pointers = [*map(self._pointer_of, self._tensors)]
         self._inputs = dict(inputs)
@@ -160,11 +166,35 @@ class Addresses:
         return (
             not self._inputs
             and self._layouts is None
-            and self._bindings.unchanged()
-            and self._bindings.last_tensors is self._tensors
+            and (self._is_as_seen() or self._is_unchanged())
             and [*map(self._pointer_of, self._tensors)] == self._pointers
-            and (self._vacancies is None or (self._vacancies.are_empty() and links_unchanged(self._children)))
         )
+
+    def _see(self) -> None:
+        """Takes down how all is now, which was just looked at closely."""
+        tables, self._links = self._bindings.ways()
+        vacant = self._vacancies.tables if self._vacancies is not None else []
+        self._tables = Tables([*tables, *vacant], in_order=self._vacancies is not None)
+        self._num_seen += 1
+
+    def _is_as_seen(self) -> bool:
+        """Whether nothing changed at all near the tensors: the quick question."""
+        return (
+            self._tables.unchanged()
+            and links_unchanged(self._links)
+            and (self._vacancies is None or self._vacancies.are_empty())
+        )
+
+    def _is_unchanged(self) -> bool:
+        """Whether nothing changed that counts."""
+        same = (
+            self._bindings.unchanged()
+            and self._bindings.last_tensors is self._tensors
+            and (self._vacancies is None or self._vacancies.filled() is None)
+        )
+        if same and self._num_seen < _MAX_SEEN:  # something beside them changes now and then
+            self._see()
+        return same
 
     def moved(self, inputs: Mapping[str, torch.Tensor]) -> str | None:
         """What is no longer where it was, in words; None when everything is.
@@ -190,6 +220,7 @@ class Addresses:
                     return f"the model's tensor {path} has another layout than before"
         if tensors is not self._tensors:
             self._tensors, self._pointer_of = tensors, pointer_of  # other objects over the same memory
+            self._see()
         for name, pointer in self._input_pointers.items():
             if inputs[name].data_ptr() != pointer:
                 return (

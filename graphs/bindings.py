@@ -9,12 +9,13 @@ binding keeps the way from the model to the tensor, not the tensor, so a program
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from ..errors import InputError
+from .links import Link, links_unchanged
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,6 +39,11 @@ class Step:
     table: str | None
     """For a step out of a module: `_modules`, `_parameters`, `_buffers` or `__dict__`. None: out of a list or dict."""
     key: Any
+
+    @property
+    def is_in_table(self) -> bool:
+        """Whether it is out of one of the tables that modules have for parameters, buffers and modules."""
+        return self.table is not None and self.table != "__dict__"
 
     def container(self, value: Any) -> Any:
         """Where the step's key is looked up."""
@@ -77,12 +83,13 @@ class ModelTensor:
             )
         return value
 
-    def links(self) -> Iterator[tuple[Any, Any]]:
-        """The containers on the way, each with the key that is looked up in it."""
+    def links(self) -> Iterator[tuple[Step, Any, Any]]:
+        """The steps of the way, each with its container and what is there."""
         value: Any = self.model
         for step in self.steps:
-            yield step.container(value), step.key
-            value = step.container(value)[step.key]
+            container = step.container(value)
+            value = container[step.key]
+            yield step, container, value
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -181,22 +188,30 @@ class Bindings:
         """Whether every link leads to the object that it led to at the last `model_tensors`."""
         return links_unchanged(self._links)
 
-    def ways(self) -> set[tuple[int, Any]]:
-        """All links: id of a container, and a key in it."""
-        return {(id(container), key) for container, key, _ in self._links}
-
     @property
     def last_tensors(self) -> list[torch.Tensor]:
         """What the last `model_tensors` returned: those of now if `unchanged`."""
         return self._current
 
+    def ways(self) -> tuple[list[dict[str, Any]], list[Link]]:
+        """The modules' tables on the ways to the model's tensors, and the links in other containers."""
+        tables, others = [], []
+        for step, container, value in self._steps():
+            if step.is_in_table:
+                tables.append(container)
+            else:
+                others.append((container, step.key, value))
+        return tables, others
+
     def _walk(self) -> list[Link]:
         """Every link on the ways to the model's tensors, once, and what it leads to now."""
-        links: dict[tuple[int, Any], Link] = {}
+        links = {(id(container), step.key): (container, step.key, value) for step, container, value in self._steps()}
+        return list(links.values())
+
+    def _steps(self) -> Iterator[tuple[Step, Any, Any]]:
         for binding in self._model_tensors:
             for way in (binding, *binding.ties):
-                links.update({(id(table), key): (table, key, table[key]) for table, key in way.links()})
-        return list(links.values())
+                yield from way.links()
 
     def arguments(self, inputs: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> list[Any]:
         """The graph's arguments for one call, in the order of its placeholders."""
@@ -212,21 +227,6 @@ class Bindings:
             else:
                 arguments.append(binding.tensor)
         return arguments
-
-
-Link = tuple[Any, Any, Any]
-"""A container, a key in it, and the object that is there."""
-
-
-def links_unchanged(links: Sequence[Link]) -> bool:
-    """Whether each link leads where it did. Each step asks: the plainest loop is the fastest, about 20 ns a link."""
-    try:
-        for container, key, value in links:
-            if container[key] is not value:
-                return False
-    except (KeyError, IndexError):
-        return False
-    return True
 
 
 def _check_replacement(binding: ModelTensor, tensor: torch.Tensor, layout: _TensorLayout) -> None:

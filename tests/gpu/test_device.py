@@ -68,7 +68,10 @@ def test_a_replay_waits_for_the_work_before_the_capture_and_before_it(device: Cu
 
 def test_steps_on_different_streams_come_one_after_the_other(device: CudaDevice) -> None:
     x = torch.zeros(1 << 24, device="cuda")
-    streams = [torch.cuda.Stream() for _ in range(3)]
+    own = [torch.cuda.Stream() for _ in range(3)]
+    streams = [own[0], torch.cuda.ExternalStream(own[1].cuda_stream), own[2]]
+    assert streams[1].stream_id == streams[1].cuda_stream, "StepOrder tells them apart by that"
+    assert own[0].stream_id != own[0].cuda_stream
     torch.cuda.synchronize()
     for i in range(30):
         with torch.cuda.stream(streams[i % 3]), device.exclusive():

@@ -97,9 +97,11 @@ class Stream:
     """A stream that notes for whom it waited."""
 
     device_index = 0
+    offset: ClassVar[int] = 0
+    """Of its address; none: somebody else made the stream."""
 
     def __init__(self, number: int) -> None:
-        self.stream_id = self.cuda_stream = number
+        self.stream_id, self.cuda_stream = number, number + self.offset
         self.waited: list[int] = []
 
     def wait_stream(self, other: Stream) -> None:
@@ -428,6 +430,20 @@ def test_a_step_on_another_stream_waits_for_the_one_before(device: CudaDevice, f
         *("step", "recorded on 1"),
         *("2 waited", "step", "recorded on 2"),
         "recorded on 2",
+    ]
+
+
+def test_the_end_of_a_step_on_a_stream_of_torch_is_marked_when_another_stream_comes(
+    device: CudaDevice, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Stream, "offset", 1000)
+    for number in (1, 1, 2, 2, 1):
+        fake.use_stream(number)
+        with device.exclusive():
+            Event.log.append("step")
+    assert Event.log == [
+        *("step", "step", "recorded on 1", "2 waited"),
+        *("step", "step", "recorded on 2", "1 waited", "step"),
     ]
 
 
