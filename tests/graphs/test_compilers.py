@@ -119,3 +119,21 @@ def test_inductor_starts_few_threads_and_leaves_the_setting_alone(monkeypatch):
     make_program(Fn(lambda m, x: x + 1), {"x": torch.randn(3, 4)}, compiler="inductor")
     assert seen == [8]
     assert inductor_config.compile_threads == before
+
+
+def test_inductor_fuses_what_has_unbacked_rows():
+    """Without a hint it counts no byte of a tensor of unbacked size, and fuses none of the loops over its rows."""
+    import torch._inductor.config as inductor_config
+    from torch._inductor import metrics
+
+    def function(m: Any, x: torch.Tensor) -> torch.Tensor:
+        total = x + 1
+        normed = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + 1e-5) * m.weight
+        double(normed, out := torch.empty_like(x))
+        return out
+
+    metrics.reset()
+    with inductor_config.patch(force_disable_caches=True):  # what is fused is known to who compiles
+        program = make_program(Fn(function, weight=torch.randn(40)), {"x": torch.randn(3, 40)}, compiler="inductor")
+    assert len(program.graph.split.pieces) == 1
+    assert [fused.inner_kernel_number for fused in metrics.cpp_outer_loop_fused_inner_counts] == [2]
