@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from llama import BLOCK_SIZE, Llama
-from report import NOT_BEGUN, Deadline, attempt, conditions, in_short, write_json
+from report import NOT_BEGUN, Deadline, attempt, conditions, count, in_short, write_json
 from timing import Clock
 
 import piecework as pw
@@ -43,7 +43,7 @@ MIB = 1 << 20
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--layers", type=int, help="default: 32, on the CPU 2")
+    parser.add_argument("--layers", type=count, help="default: 32, on the CPU 2")
     parser.add_argument("--max-seconds", type=float, default=130.0, help="no way is begun after this")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parsed = parser.parse_args(arguments)

@@ -10,8 +10,9 @@ sampled. All ways of a row run in turn in one process, several rounds: medians.
 `step_ms` is a step by the device's clock when steps follow each other, `wall_ms` by the host's when it waits after
 each. The plain baselines (plain_model.py) share our weights; their caches are as long as the requests, which spares
 them a mask. The floor is weights and KV bytes over the bandwidth of a large copy, measured in the same run. Each way's
-logits are compared with plain eager PyTorch's: `relative_error`. Rows of 32,768 tokens, at the end, are ours against
-the floor; there, later layers share the caches of earlier ones (`distinct_caches`): 32 do not fit the memory.
+logits are compared with plain eager PyTorch's: `relative_error`. `to_floor` and `to_compiled` are multiples. Rows of
+32,768 tokens, at the end, are ours against the floor; there, later layers share the caches of earlier ones
+(`distinct_caches`): 32 do not fit the memory.
 A way that fails, or for which no time is left, says so in its row.
 """
 
@@ -27,7 +28,18 @@ from typing import Any
 import torch
 from llama import BLOCK_SIZE, Llama, WithHead
 from plain_model import PlainModel
-from report import NOT_BEGUN, Deadline, attempt, compare, conditions, errors_of, in_short, inductor_cache, write_json
+from report import (
+    NOT_BEGUN,
+    Deadline,
+    attempt,
+    compare,
+    conditions,
+    count,
+    errors_of,
+    in_short,
+    inductor_cache,
+    write_json,
+)
 from timing import Call, Clock, copy_bandwidth
 from torch._dynamo.utils import counters as dynamo_counters
 
@@ -46,7 +58,7 @@ LONG_CACHE_BYTES = 72 << 30
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--layers", type=int, help="default: 32, on the CPU 2")
+    parser.add_argument("--layers", type=count, help="default: 32, on the CPU 2")
     parser.add_argument(
         "--rows", type=rows_of, help="requests x tokens, with commas; default: all, on the CPU tiny ones"
     )
@@ -67,9 +79,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def rows_of(text: str) -> tuple[tuple[int, int], ...]:
-    """`1x128,32x128` as pairs."""
+    """`1x128,32x128` as pairs. Raises: argparse.ArgumentTypeError: it is something else."""
     pairs = [pair.split("x") for pair in text.split(",")]
-    return tuple((int(batch), int(context)) for batch, context in pairs)
+    if any(len(pair) != 2 for pair in pairs):
+        raise argparse.ArgumentTypeError(f"expected requests x tokens with commas, such as 1x128,32x128, got {text!r}")
+    return tuple((count(batch), count(context)) for batch, context in pairs)
 
 
 class Bench:
@@ -168,6 +182,7 @@ class Bench:
         if COMPILED in calls:  # a baseline without graphs would be a weak one: the table says so
             ways[COMPILED]["cudagraph_skips"] = dynamo_counters["inductor"]["cudagraph_skips"] - skips
         self.clock.in_turn(calls, ways, rounds=ROUNDS, target_ms=150 if self.on_cuda else 1)
+        add_ratios(row)
         attempt(row, lambda: self.check_replays(ways, steps))
 
     def measure_long(self, row: dict[str, Any]) -> None:
@@ -180,6 +195,7 @@ class Bench:
         call = self.our_call(name, steps)
         self.warmed(call)
         self.clock.in_turn({name: call}, row["ways"], rounds=ROUNDS, target_ms=300 if self.on_cuda else 1)
+        add_ratios(row)
         self.check_replays({name: row["ways"][name]}, steps)
 
     def begin_long(self) -> int:
@@ -266,6 +282,16 @@ class Bench:
             runtime.close()
         self.runtimes.clear()
         self.forget_compiled()
+
+
+def add_ratios(row: dict[str, Any]) -> None:
+    """Writes each way's step as a multiple of the floor, and of plain torch.compile's step where there is one."""
+    compiled_ms = row["ways"].get(COMPILED, {}).get("step_ms")
+    for way in row["ways"].values():
+        if "step_ms" in way:
+            way["to_floor"] = way["step_ms"] / row["floor_ms"]
+            if compiled_ms is not None:
+                way["to_compiled"] = way["step_ms"] / compiled_ms
 
 
 def blocks_of(context: int) -> int:

@@ -23,6 +23,7 @@ import functools
 import importlib
 import itertools
 import pstats
+import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -34,7 +35,7 @@ from unittest import mock
 import torch
 from llama import Llama
 from null_device import null_device
-from report import NOT_BEGUN, Deadline, attempt, conditions, in_short, write_json
+from report import NOT_BEGUN, Deadline, attempt, conditions, count, in_short, write_json
 from timing import Clock
 
 import piecework as pw
@@ -65,12 +66,14 @@ PROFILE_LINES = 24
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--layers", type=count, default=32)
     parser.add_argument("--profile", action="store_true", help="print the profiles, which the JSON has anyway")
     parser.add_argument("--spy", action="append", default=[], metavar="NAME=MODULE:FUNCTION")
     parser.add_argument("--max-seconds", type=float, default=80.0, help="no way is begun after this")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parsed = parser.parse_args(arguments)
+    if wrong := [spy for spy in parsed.spy if not re.fullmatch(r"[^=]+=[\w.]+:[\w.]+", spy)]:
+        parser.error(f"--spy: expected NAME=MODULE:FUNCTION, got {wrong[0]!r}")
     deadline = Deadline(parsed.max_seconds)
     command = ["python", "benchmarks/bench_dispatch.py", *(sys.argv[1:] if arguments is None else arguments)]
     parts = {**PARTS, **dict(spy.split("=", 1) for spy in parsed.spy)}

@@ -21,7 +21,18 @@ from typing import Any
 import torch
 from llama import BLOCK_SIZE, Llama
 from plain_model import PlainModel
-from report import NOT_BEGUN, Deadline, attempt, compare, conditions, errors_of, in_short, inductor_cache, write_json
+from report import (
+    NOT_BEGUN,
+    Deadline,
+    attempt,
+    compare,
+    conditions,
+    count,
+    errors_of,
+    in_short,
+    inductor_cache,
+    write_json,
+)
 from timing import Call, Clock
 
 import piecework as pw
@@ -35,7 +46,7 @@ ROUNDS = 3
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--layers", type=int, help="default: 32, on the CPU 2")
+    parser.add_argument("--layers", type=count, help="default: 32, on the CPU 2")
     parser.add_argument("--max-seconds", type=float, default=150.0, help="no row is begun after this")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parsed = parser.parse_args(arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import importlib.util
@@ -112,6 +113,13 @@ def inductor_cache() -> Iterator[None]:
             del os.environ["TORCHINDUCTOR_CACHE_DIR"]
             if before is not None:
                 os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+
+
+def count(text: str) -> int:
+    """An option that is a number of things. Raises: argparse.ArgumentTypeError: it is none, or less than 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer of 1 or more, got {text!r}")
+    return int(text)
 
 
 def write_json(path: Path | None, result: dict[str, Any]) -> None:

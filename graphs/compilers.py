@@ -164,19 +164,29 @@ def _sizes_hinted(example_inputs: Sequence[Any]) -> Iterator[None]:
     It fuses what shares bytes, and counts none where a size is unbacked and nobody gave a hint: then an RMSNorm is
     three kernels and not one (seen with 2.11 to 2.13). A hint decides nothing about what a program is valid for.
     """
-    from torch._inductor.graph import GraphLowering
+    import torch._inductor.config as inductor_config
     from torch._inductor.sizevars import SizeVarAllocator
 
     for shape_env, symbol in _unbacked_symbols(example_inputs):
         shape_env.var_to_hint_override.setdefault(symbol, SIZE_HINT)
-    if hasattr(SizeVarAllocator, "all_unbacked_explicitly_hinted"):  # 2.13 and later ask for it
+    asks_for_hints = hasattr(SizeVarAllocator, "all_unbacked_explicitly_hinted")  # 2.13 and later
+    weighed = contextlib.nullcontext() if asks_for_hints else _unbacked_sizes_weighed()
+    # What 2.11 tries out while it compiles has as many rows, whatever the hint is.
+    with inductor_config.patch(unbacked_symint_fallback=SIZE_HINT), weighed:
         yield
-        return
-    known, GraphLowering.get_dep_size_hint = GraphLowering.get_dep_size_hint, _dep_size_hint
+
+
+@contextlib.contextmanager
+def _unbacked_sizes_weighed() -> Iterator[None]:
+    """There is no setting for it before torch 2.13; nobody else compiles meanwhile."""
+    from torch._inductor.graph import GraphLowering
+
+    lowering: Any = GraphLowering
+    known, lowering.get_dep_size_hint = lowering.get_dep_size_hint, _dep_size_hint
     try:
         yield
     finally:
-        GraphLowering.get_dep_size_hint = known
+        lowering.get_dep_size_hint = known
 
 
 def _dep_size_hint(graph: Any, dep: Any, count_bytes: bool = True) -> int:

@@ -13,25 +13,38 @@ Handle = tuple[int, int]
 class CaptureStream:
     """A stream that captures are made on, with what is made at its first use. One for each live `CudaDevice`.
 
-    torch keeps a cuBLAS workspace for each stream and for good, and captures write into the one of their stream. So
-    two devices never share a stream, since their replays may overlap, and a device whose last capture is gone leaves
-    its stream to the next one.
+    Note [cuBLAS workspaces]
+    torch keeps a cuBLAS workspace for each thread and stream, and captures write into the one of their stream. So two
+    devices never share a stream, since their replays may overlap, and a device whose last capture is gone leaves its
+    stream to the next one. Anybody may make torch give up all workspaces (torch.compile does where it records CUDA
+    graphs), and a replay would write into memory that is another's by then, or the device's (seen). So these lie in a
+    pool that nobody else allocates from and that is never given up; a workspace that is made again comes to the same
+    place.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), torch.cuda.device(device):
             self.scratch = torch.zeros(1, device=device)  # for a write that does nothing
+            self._workspaces = torch.cuda.MemPool()
         self.stream.wait_stream(torch.cuda.current_stream())
         self._warm = threading.local()
 
     def warm_up(self) -> None:
-        """Makes this thread's cuBLAS workspaces: made inside a capture, they would lie in the pool for good."""
-        if hasattr(self._warm, "done"):
-            return
-        with torch.cuda.stream(self.stream), torch.inference_mode(), torch.autocast("cuda", enabled=False):
-            for dtype in (torch.float32, torch.bfloat16, torch.float16):
-                matrix = torch.ones(64, 64, dtype=dtype, device=self.scratch.device)
+        """Makes this thread's cuBLAS workspaces, if they are not there (any more); before each capture.
+
+        Made inside a capture, they would lie in its pool for good.
+        """
+        dtypes = (torch.float32, torch.bfloat16, torch.float16) if not hasattr(self._warm, "done") else (torch.float32,)
+        device = self.scratch.device
+        with (
+            torch.cuda.stream(self.stream),
+            torch.inference_mode(),
+            torch.autocast("cuda", enabled=False),
+            torch.cuda.use_mem_pool(self._workspaces, device),
+        ):
+            for dtype in dtypes:
+                matrix = torch.ones(64, 64, dtype=dtype, device=device)
                 torch.nn.functional.linear(torch.mm(matrix, matrix), matrix, matrix[0])
         self._warm.done = True
 

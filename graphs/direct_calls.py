@@ -7,7 +7,8 @@ runs under inference mode, so there is no autograd to record, and the arguments 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ _TYPES = {"int": int, "float": float, "bool": bool, "str": str}
 """What an argument of a schema's type must be for a body to see the same with and without a dispatcher."""
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 _DEVICES = ("cpu", "cuda")
+_OTHER_KEYS = ("ADInplaceOrView", "BackendSelect", "CompositeExplicitAutogradNonFunctional")
+"""Dispatch keys of no device whose kernels come before a body's."""
 
 Arguments = tuple[list[Any], dict[str, Any]]
 
@@ -43,6 +46,8 @@ def are_operators_watched() -> bool:
 def direct_call(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any]:
     """The cheapest way to make a call, many times over: prepared, else the body itself, else the operator.
 
+    The operator too where the dispatcher would do more than to call the body: another kernel, tensors to be converted.
+
     The tensors must stay where they are. What it returns holds them strongly, and is for where `are_operators_watched`
     is False.
 
@@ -50,16 +55,18 @@ def direct_call(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         RegistrationError: the operator's `prepare` returned something that cannot be called.
         Whatever `prepare` raises.
     """
+    operator = functools.partial(op, *args, **kwargs)
+    body = registry.REGISTRY.bodies.get(op._schema.name) if op._schema.overload_name == "" else None
+    tensors = _tensors_in((*args, *kwargs.values()))
+    if not all(map(_is_plain, tensors)) or (body is not None and not _is_only_kernel(op, tensors)):
+        return operator
     given = _as_dispatched(op, args, kwargs)
     prepare = registry.REGISTRY.prepares.get(op)
     if prepare is not None:
         prepared = prepare(*given[0], **given[1]) if given is not None else prepare(*args, **kwargs)
         if prepared is not None:
             return _checked(op, prepared)
-    body = registry.REGISTRY.bodies.get(op._schema.name)
-    if body is not None and given is not None and _is_only_kernel(op, given):
-        return functools.partial(body, *given[0], **given[1])
-    return functools.partial(op, *args, **kwargs)
+    return functools.partial(body, *given[0], **given[1]) if body is not None and given is not None else operator
 
 
 def _checked(op: OpOverload, prepared: Any) -> Callable[[], Any]:
@@ -109,9 +116,18 @@ def _is_plain(value: Any) -> bool:
     )
 
 
-def _is_only_kernel(op: OpOverload, given: Arguments) -> bool:
-    """Whether the body is what the dispatcher would call: nobody registered another kernel for these tensors."""
-    devices = {value.device.type for value in (*given[0], *given[1].values()) if isinstance(value, torch.Tensor)}
-    backends = [torch._C._dispatch_key_for_device(device) for device in devices]
-    keys = ("ADInplaceOrView", *backends, *(f"Autocast{backend}" for backend in backends))
-    return not any(torch._C._dispatch_has_kernel_for_dispatch_key(op._schema.name, key) for key in keys)
+def _tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Those among the arguments of a call, and in lists of theirs."""
+    items = itertools.chain.from_iterable(value if isinstance(value, (list, tuple)) else (value,) for value in values)
+    return [item for item in items if isinstance(item, torch.Tensor)]
+
+
+def _is_only_kernel(op: OpOverload, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether its body is what the dispatcher would call: nobody registered another kernel for these tensors."""
+    name = op._schema.name
+    backends = [torch._C._dispatch_key_for_device(device) for device in {tensor.device.type for tensor in tensors}]
+    keys = (*_OTHER_KEYS, *backends, *(f"Autocast{backend}" for backend in backends))
+    if any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in keys):
+        return False
+    # A kernel for the key of the body makes that an inactive one.
+    return "CompositeExplicitAutograd[alias] (inactive)" not in torch._C._dispatch_dump(name)

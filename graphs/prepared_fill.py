@@ -18,6 +18,8 @@ _ONE_KERNEL = frozenset(
     }
 )
 """Dtypes that `torch._foreach_copy_` has a kernel for in each torch: it may refuse others."""
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Classes of tensors: another one may know how to be copied alone, and not in a list."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +82,8 @@ class PreparedFill:
             if not source.numel():
                 continue
             # The one kernel is for tensors that lie alike, without gaps; one that does not would slow all down.
-            if destination.is_contiguous() and source.is_contiguous() and source.dtype in _ONE_KERNEL:
+            is_alike = destination.is_contiguous() and source.is_contiguous() and source.dtype in _ONE_KERNEL
+            if is_alike and type(source) in _PLAIN:
                 alike.setdefault((source.dtype, source.device), []).append((destination, index))
             else:
                 self._singles.append((destination, index))

@@ -119,11 +119,14 @@ class _Kind:
     Layers are of one kind, so that a context is checked for the first of them only.
     """
 
-    __slots__ = ("block_size", "num_tokens", "spec", "table")
+    __slots__ = ("block_size", "num_blocks", "num_tokens", "spec", "table")
 
-    def __init__(self, spec: AttentionSpec, num_tokens: int, table: tuple[AttentionImplementation, ...]) -> None:
+    def __init__(
+        self, spec: AttentionSpec, num_tokens: int, num_blocks: int, table: tuple[AttentionImplementation, ...]
+    ) -> None:
         self.spec = spec
         self.block_size = spec.block_size
+        self.num_blocks = num_blocks
         self.num_tokens = num_tokens
         self.table = table
 
@@ -148,7 +151,7 @@ class _Kind:
             # See Note [Scratch of a context].
             scratch.clear()
             scratch[_ContextFields] = _ContextFields.of(context)
-        check_context(context, self.num_tokens, self.block_size)
+        check_context(context, self.num_tokens, self.num_blocks, self.block_size)
         spec = dataclasses.replace(self.spec, is_static=context.is_static, is_decode=context.is_decode)
         chosen = scratch[self] = _choose(spec, self.table)
         return chosen
@@ -217,7 +220,7 @@ def _kind(
         block_size=k_cache[1],
         window_size=window_size,
     )
-    return _Kind(spec, q[0], IMPLEMENTATIONS)
+    return _Kind(spec, q[0], k_cache[0], IMPLEMENTATIONS)
 
 
 def _prepare(

@@ -29,8 +29,7 @@ def check_context(context: AttentionContext) -> None:
     if not context.is_static:
         _check_host("query_lens_host", context.query_lens_host, starts.diff())
         _check_host("seq_lens_host", context.seq_lens_host, lens)
-    if context.num_blocks:
-        _check_table(table, context)
+    _check_table(table, context)
     _check_slots(context, slots)
     _check_places(context, slots, starts, lens, table)
 
@@ -89,8 +88,9 @@ def _check_host(name: str, host: tuple[int, ...], device: torch.Tensor) -> None:
 
 def _check_table(table: torch.Tensor, context: AttentionContext) -> None:
     """All of it: some implementations gather what lies past a request's length, to ignore it."""
-    bad = _first((table < 0) | (table >= context.num_blocks))
+    bad = _first((table < 0) | (table >= context.num_blocks) if context.num_blocks else table < 0)
     if bad is not None:
+        allowed = f"0 to {context.num_blocks - 1}" if context.num_blocks else "0 or more"
         request, index = bad
         in_use = ""
         if context.block_size:
@@ -98,7 +98,7 @@ def _check_table(table: torch.Tensor, context: AttentionContext) -> None:
             in_use = f", of which request {request} uses {used} blocks"
         _refuse(
             f"block_table[{request}, {index}]",
-            f"a block of 0 to {context.num_blocks - 1}{in_use}",
+            f"a block of {allowed}{in_use}",
             int(table[request, index]),
             "give the request its own blocks, and 0 past its length",
         )

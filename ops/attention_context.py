@@ -43,10 +43,10 @@ class AttentionContext:
     """New tokens of each request, so that no layer waits for the device; read from the tensors if not given."""
     seq_lens_host: tuple[int, ...] = host_field(default=())
     """`seq_lens` on the host, for the same reason; read from the tensor if not given."""
-    num_blocks: int = host_field(default=0)
-    """Blocks of the KV cache, for `check`; 0: not known."""
-    block_size: int = host_field(default=0)
-    """Tokens in one block of the KV cache, for `check`; 0: not known."""
+    num_blocks: int = 0
+    """Blocks of the KV cache, for checks; 0: not known."""
+    block_size: int = 0
+    """Tokens in one block of the KV cache, for checks; 0: not known."""
     scratch: dict[Hashable, Any] = host_field(default_factory=dict, repr=False, compare=False)  # noqa: RUF009
     """Memory of the kernels that attend with this context, kept as long as it lives: key -> tensor or value, none of
     which holds the context. Copies for the same step share it; a static copy has its own, since captures may hold its
@@ -103,8 +103,9 @@ class AttentionContext:
     def check(self) -> None:
         """Looks at every value, for the debug mode: kernels do not, and would read and write wherever they are told to.
 
-        Waits for the device. What needs `num_blocks` or `block_size` is left out where they are 0; a static copy, which
-        has no host fields, is checked like any other but for those.
+        Waits for the device. What needs `num_blocks` or `block_size` is left out where they are 0; that they are those
+        of a layer's cache is for `paged_attention` to see. A static copy, which has no host fields, is checked like any
+        other but for those.
 
         Raises:
             InputError: slots that the cache does not have, that two tokens share, or that are not where the block
@@ -119,7 +120,7 @@ class AttentionContext:
         """A copy over the tensors in `fields`, by field name: the runtime's static copy. Checks nothing."""
         static = copy.copy(self)
         # Scratch of this step's would be freed under a capture, or shared with steps on another stream.
-        host = {"query_lens_host": (), "seq_lens_host": (), "num_blocks": 0, "block_size": 0, "scratch": {}}
+        host = {"query_lens_host": (), "seq_lens_host": (), "scratch": {}}
         for name, value in {**fields, **host, "is_static": True}.items():
             object.__setattr__(static, name, value)
         return static
@@ -145,8 +146,13 @@ class AttentionContext:
 
         Raises:
             InputError: a request is shorter than its new tokens, its blocks do not hold its length, it has more than
-                `max_blocks`, or a block that the cache does not have.
+                `max_blocks`, or a block that the cache does not have; or a size cannot be one.
         """
+        if block_size < 1 or num_blocks < 0:
+            raise InputError(
+                f"AttentionContext.build: expected a block_size of 1 or more and num_blocks of 0 (not known) or more, "
+                f"got {block_size} and {num_blocks}; give the sizes of the KV cache"
+            )
         if not len(query_lens) == len(seq_lens) == len(block_tables):
             raise InputError(
                 f"AttentionContext.build: query_lens, seq_lens and block_tables must have one element a request; got "

@@ -40,8 +40,9 @@ def check_tensors(
         raise InputError(f"paged_attention: window_size: expected 1 or more, or 0 for none, got {window_size}; use 0")
 
 
-def check_context(context: AttentionContext, num_tokens: int, block_size: int) -> None:
-    """Refuses a context that is not for `num_tokens` rows, or whose requests its block table does not hold.
+def check_context(context: AttentionContext, num_tokens: int, num_blocks: int, block_size: int) -> None:
+    """Refuses a context that is not for `num_tokens` rows, that was built for another cache than one of `num_blocks`
+    blocks, or whose requests its block table does not hold.
 
     Looks at shapes and at the host, so that it costs no wait for the device.
 
@@ -54,6 +55,13 @@ def check_context(context: AttentionContext, num_tokens: int, block_size: int) -
         raise InputError(
             f"paged_attention: q has {num_tokens} tokens, but the context {has} a slot_mapping of "
             f"{list(context.slot_mapping.shape)}; give this step's context, padded with -1 to the inputs' size"
+        )
+    if context.block_size not in (0, block_size) or context.num_blocks > num_blocks:
+        known = f"{context.num_blocks} blocks" if context.num_blocks else "blocks"
+        raise InputError(
+            f"paged_attention: expected a context for the layer's cache of {num_blocks} blocks of {block_size} tokens, "
+            f"got one for {known} of {context.block_size or 'any number of'} tokens; build it with the sizes of the "
+            f"cache"
         )
     room = context.block_table.shape[1] * block_size
     if max(context.seq_lens_host, default=0) > room:

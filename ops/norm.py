@@ -44,8 +44,19 @@ def fused_add_rms_norm(
             f"fused_add_rms_norm: expected x and residual of one shape, got {list(x.shape)} and "
             f"{list(residual.shape)}; pass the residual of the same tokens"
         )
-    total = x + residual
+    total = _traced_sum(x, residual) if torch.compiler.is_compiling() else x + residual
     return _rms_norm("fused_add_rms_norm", total, weight, eps, variance_size), total
+
+
+def _traced_sum(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """`x + residual`, in the wide dtype and rounded, which is what it is anyway.
+
+    Inductor would make a plain sum part of the product that `x` mostly is, whose kernel then wants the residual copied
+    to where the sum goes: one more kernel (seen with torch 2.11 on CUDA). The norm's kernel adds for nothing.
+    """
+    dtype = torch.promote_types(x.dtype, residual.dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    return (x.to(wide) + residual.to(wide)).to(dtype)
 
 
 class RMSNorm(nn.Module):

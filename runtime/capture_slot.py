@@ -132,6 +132,11 @@ class Slot:
         for name in table.inputs.by_address & tensors.keys():
             if self.work.tensors[name] is not tensors[name] and not self.capture.addresses.has_input(name):
                 return f"another bucket writes the input {name}, which is captured where it is from now on"
+        if self.attributes is None:  # the debug mode, which has them, refuses that; see check_static_inputs
+            for name, tensor in tensors.items():
+                if self.work.tensors[name].data_ptr() != tensor.data_ptr():
+                    # Its buffer was replaced, and what lay over the old one is no longer known to be there.
+                    return f"the static input {name} moved"
         if (why := self.context_changed(table, context)) is not None:
             return why
         if self.attributes is not None and plain_attributes(model) != self.attributes:

@@ -44,6 +44,7 @@ from .entries import Entry
 from .events import Recorder
 from .forward import check_written
 from .known_layout import KnownLayout, LayoutReader
+from .padding_step import under_ambient_state
 from .programs import EagerProgram
 from .static_context import ContextDoesNotFit
 from .step import inside_step
@@ -395,6 +396,8 @@ class Captures:
 
     def _compact(self, recorder: Recorder) -> None:
         def recapture(slot: Slot, its_recorder: Recorder) -> None:
+            if under_ambient_state(slot.entry.signature) != slot.entry.signature:
+                return  # under the settings of torch of this thread it would be another one; its next step captures it
             with torch.inference_mode(), use_context(slot.context), inside_step():
                 self._capture(slot, its_recorder)
 

@@ -77,8 +77,8 @@ class LayoutReader:
 class _Fields(NamedTuple):
     padded: tuple[str, ...]
     plain: tuple[str, ...]
-    num_in_dict: int
-    """How many fields an instance has in its `__dict__`."""
+    names: frozenset[str]
+    """Of all fields."""
 
 
 _FIELDS: weakref.WeakKeyDictionary[type, _Fields] = weakref.WeakKeyDictionary()
@@ -88,11 +88,10 @@ def _fields_of(context: Any) -> _Fields:
     kind = type(context)
     known = _FIELDS.get(kind)
     if known is None:
-        names = {field.name for field in dataclasses.fields(context)}
         known = _FIELDS[kind] = _Fields(
             padded=tuple(padded_fields(context)),
             plain=plain_fields(context),
-            num_in_dict=len(names & getattr(context, "__dict__", {}).keys()),
+            names=frozenset(field.name for field in dataclasses.fields(context)),
         )
     return known
 
@@ -105,7 +104,7 @@ def _read_context(context: object, key: list[object], sources: list[torch.Tensor
     if not is_dataclass_instance(context):
         return False
     fields = _fields_of(context)
-    if len(getattr(context, "__dict__", ())) != fields.num_in_dict:
+    if not fields.names.issuperset(getattr(context, "__dict__", ())):
         return False  # something lies beside its fields
     for name in fields.padded:
         value = getattr(context, name)

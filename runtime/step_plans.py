@@ -11,6 +11,7 @@ the long way, which says why, and makes another plan. The debug modes always tak
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ from .static_context import has_default
 from .step import enter_step, leave_step
 
 MAX_PLANS = 1024
-"""Plans of a runtime; the oldest go."""
+"""Plans of a runtime; beyond that the oldest eighth goes."""
 MAX_LAYOUTS = 8192
 """Layouts of which is known that they came before."""
 
@@ -90,6 +91,11 @@ class StepPlan:
     def _cut_sizes(self) -> dict[str, Any]:
         rows = self._program.rows if self._program.rows is not None else self._rows
         return {"padded": self.step.sizes[TOKENS], "num_tokens": self.bound.num_tokens, "rows": rows}
+
+    @property
+    def origin(self) -> tuple[Capture, int]:
+        """Plans of one origin are current or not together."""
+        return self._capture, self._generation
 
     def is_current(self) -> bool:
         """Whether it is of a capture that is still its slot's, over static tensors that are still the phase's."""
@@ -175,6 +181,8 @@ class StepPlans:
         self.reader = reader
         self._outputs = outputs
         self._plans: dict[Hashable, StepPlan] = {}
+        self._samples: dict[tuple[Capture, int], StepPlan] = {}
+        """One of each origin: there are far fewer to look at than plans."""
         self._layouts: set[int] = set()
         """Hashes of their keys: if two are equal, a plan is made early."""
         self.num_steps = 0
@@ -214,11 +222,21 @@ class StepPlans:
         ):
             return
         plan = StepPlan(step, slot, table, tensors, context, self._outputs)
-        self._plans = {key: other for key, other in self._plans.items() if other.is_current() and key != known.key}
-        while len(self._plans) >= MAX_PLANS:
-            del self._plans[next(iter(self._plans))]
+        self._drop_old()
+        self._plans.pop(known.key, None)  # the newest is the last
         self._plans[known.key] = plan
+        self._samples.setdefault(plan.origin, plan)
+
+    def _drop_old(self) -> None:
+        """Lets go of plans that no step can take any more, and makes room for another one."""
+        # Keys are not looked up: what a user's object in one hashes to may have changed.
+        current = {origin: plan for origin, plan in self._samples.items() if plan.is_current()}
+        if len(current) < len(self._samples):
+            self._samples = current
+            self._plans = {key: plan for key, plan in self._plans.items() if plan.origin in current}
+        if len(self._plans) >= MAX_PLANS:  # many at once, since it takes as long
+            self._plans = dict(itertools.islice(self._plans.items(), max(1, MAX_PLANS // 8), None))
 
     def clear(self) -> None:
         """Lets go of all."""
-        self._plans, self._layouts = {}, set()
+        self._plans, self._samples, self._layouts = {}, {}, set()

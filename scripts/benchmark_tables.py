@@ -144,8 +144,21 @@ def decode(result: dict[str, Any]) -> list[str]:
         *lines,
         "",
         f"Milliseconds a step, logits included, and as a multiple of the floor: {weights} of weights and the KV cache, "
-        f"at the {bandwidth} of a copy in the same run. {result['layers']} layers, {result['dtype']}.{long}{without}",
+        f"at the {bandwidth} of a copy in the same run. {result['layers']} layers, {result['dtype']}.{long}{without}"
+        f"{_beside_compiled(result['rows'])}",
     ]
+
+
+def _beside_compiled(rows: Sequence[dict[str, Any]]) -> str:
+    """The captured compiled forward as a multiple of plain torch.compile's step, for each row that has both."""
+    ours = next((name for row in rows for name in row["ways"] if name.startswith("full, ")), "")
+    shown = []
+    for row in sorted(rows, key=lambda row: (row["context"], row["batch"])):
+        times = [row["ways"].get(name, {}) for name in (ours, "plain torch.compile")]
+        if all("step_ms" in way and "error" not in way for way in times):
+            ratio = times[0]["step_ms"] / times[1]["step_ms"]
+            shown.append(f"{ratio:.2f} x at {row['batch']} x {row['context']:,}")
+    return f" A step of {ours} takes, of the time of plain torch.compile, {', '.join(shown)}." if shown else ""
 
 
 def _skips(row: dict[str, Any]) -> bool:

@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -117,6 +118,13 @@ def test_decode_measures_every_way_against_the_floor(load: Load, tmp_path: Path)
     assert short["kv_bytes"] == 2 * 32 * 2 * 2 * 2 * 16 * 4
     seconds = (result["weight_bytes"] + short["kv_bytes"]) / result["copy_bytes_per_s"]
     assert math.isclose(short["floor_ms"], seconds * 1e3)
+    compiled_ms = short["ways"]["plain torch.compile"]["step_ms"]
+    for way in short["ways"].values():
+        assert math.isclose(way["to_floor"], way["step_ms"] / short["floor_ms"])
+        assert math.isclose(way["to_compiled"], way["step_ms"] / compiled_ms)
+    [alone] = long["ways"].values()
+    assert math.isclose(alone["to_floor"], alone["step_ms"] / long["floor_ms"])
+    assert "to_compiled" not in alone
     assert list(long["ways"]) == ["full, aot_eager"]
     assert long["ways"]["full, aot_eager"]["replayed"]
     assert long["distinct_caches"] == 1
@@ -208,6 +216,26 @@ def test_dispatch_takes_a_step_apart(
     assert [way["error"] for way in result["ways"]] == ["KeyError: 'broken'"] * 3
     result = measured(bench, file, "--layers", "1", "--max-seconds", "0", code=1)
     assert [way["error"] for way in result["ways"]] == ["not begun: no time left"] * 3
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "said"),
+    [
+        ("bench_decode", ("--rows", "1x"), "--rows: expected an integer of 1 or more, got ''"),
+        ("bench_decode", ("--rows", "128"), "--rows: expected requests x tokens with commas, such as .*, got '128'"),
+        ("bench_decode", ("--layers", "0"), "--layers: expected an integer of 1 or more, got '0'"),
+        ("bench_prefill", ("--layers", "-2"), "--layers: expected an integer of 1 or more, got '-2'"),
+        ("bench_capture", ("--layers", "two"), "--layers: expected an integer of 1 or more, got 'two'"),
+        ("bench_dispatch", ("--layers", "0"), "--layers: expected an integer of 1 or more, got '0'"),
+        ("bench_dispatch", ("--spy", "fill"), "--spy: expected NAME=MODULE:FUNCTION, got 'fill'"),
+    ],
+)
+def test_an_option_that_is_wrong_is_refused_at_once(
+    load: Load, capsys: pytest.CaptureFixture[str], script: str, options: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(SystemExit):
+        load(script).main(["--device", "cpu", *options])
+    assert re.search(said, capsys.readouterr().err)
 
 
 def test_a_way_that_computes_something_else_is_an_error(load: Load) -> None:

@@ -91,6 +91,7 @@ def test_decode_shows_multiples_of_the_floor(tables: ModuleType, tmp_path: Path)
     assert "15.0 GB of weights and the KV cache, at the 4.20 TB/s" in text
     assert "In rows of 32,768 tokens layers share 18 caches." in text
     assert "torch.compile made no CUDA graph at 1 x 128." in text
+    assert text.count("A step of full, inductor takes, of the time of plain torch.compile, 0.75 x at 1 x 128.") == 1
 
 
 def test_capture_and_dispatch_show_what_failed(tables: ModuleType, tmp_path: Path) -> None:

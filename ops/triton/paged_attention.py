@@ -77,7 +77,7 @@ def prepare(
     addresses = addresses_of(*tensors)
     layout = layout_of(
         q.device,
-        (q.dtype, k.dtype, k_cache.dtype, out.dtype),
+        tuple([tensor.dtype for tensor in tensors]),
         q.shape,
         k.shape[1],
         k_cache.shape[1],

@@ -142,6 +142,8 @@ def attend_rows(
                 is_seen = seen < high
                 block = tl.load(blocks + (seen // block_size) * table_block, mask=is_seen, other=0).to(tl.int64)
                 offset = seen % block_size
+                if block_size * (k_offset + v_offset) > 2147483647:  # a cache whose blocks lie across its memory
+                    offset = offset.to(tl.int64)
                 key_mask = is_seen[None, :]
                 value_mask = is_seen[:, None]
                 if head_size != padded_head_size:

@@ -73,6 +73,8 @@ def _attend_range(
         else:
             block = tl.load(blocks + (seen // block_size) * table_block).to(tl.int64)
         offset = seen % block_size
+        if block_size * (k_offset + v_offset) > 2147483647:  # a cache whose blocks lie across its memory
+            offset = offset.to(tl.int64)
         key_at = k_at + (block * k_block + offset * k_offset)[None, :]
         value_at = v_at + (block * v_block + offset * v_offset)[:, None]
         if is_masked:

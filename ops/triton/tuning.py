@@ -50,7 +50,7 @@ class Tuning:
             return self.row_splits, False
         lone, many = num_sms // num_cells, num_sms * self.row_programs_per_sm // num_cells
         # One with more tiles in flight is faster than several, if that leaves no more of the SMs idle.
-        is_lone = lone * self.row_programs_per_sm >= 0.9 * many and lone > 0
+        is_lone = self.row_lone_stages > self.row_stages and lone * self.row_programs_per_sm >= 0.9 * many > 0
         return max(1, min(lone if is_lone else many, self.row_max_splits)), is_lone
 
 

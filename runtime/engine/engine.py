@@ -145,7 +145,12 @@ class LLMEngine:
                 example_inputs={"input_ids": example, "positions": example.clone()},
                 context_sizes={"requests": self.max_num_seqs, "blocks": self._max_blocks},
                 example_context=AttentionContext.build(
-                    query_lens=(), seq_lens=(), block_tables=(), block_size=block_size, device=self.device
+                    query_lens=(),
+                    seq_lens=(),
+                    block_tables=(),
+                    block_size=block_size,
+                    num_blocks=num_blocks,
+                    device=self.device,
                 ),
             )
 

@@ -13,7 +13,13 @@ from piecework.ops.attention import AttentionContext, AttentionSpec, choose_impl
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_only")]
 
 BLOCK = 16
-SHAPES = {"grouped": (8, 2, 128), "odd": (6, 2, 80), "alone": (4, 4, 64), "wide group": (32, 1, 64)}
+SHAPES = {
+    "grouped": (8, 2, 128),
+    "odd": (6, 2, 80),
+    "alone": (4, 4, 64),
+    "wide group": (32, 1, 64),
+    "large": (8, 2, 256),
+}
 """Query heads, KV heads, head size."""
 BATCHES = {
     "decode": ((1, 1, 1, 1), (300, 1, 17, 1064)),

@@ -12,7 +12,7 @@ import torch
 
 from piecework.errors import CaptureError
 from piecework.graphs import cuda
-from piecework.graphs.cuda import CudaDevice, CudaSession
+from piecework.graphs.cuda import CudaDevice, CudaSegment, CudaSession
 from piecework.graphs.cuda_pool import CudaPool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_only")]
@@ -256,6 +256,37 @@ def test_capturing_makes_no_workspace_in_the_pool(device: CudaDevice) -> None:
     in_use = torch.cuda.memory_snapshot(segment._handle)
     assert in_use
     assert sum(part["allocated_size"] for part in in_use) == 0
+
+
+def test_workspaces_that_torch_gave_up_are_still_the_captures(device: CudaDevice) -> None:
+    """As torch.compile(mode="reduce-overhead") does it, wherever it records: see Note [cuBLAS workspaces]."""
+    a = torch.randn(1, 14336, device="cuda", dtype=torch.bfloat16)  # split over K, with sums in the workspace
+    b = torch.randn(4096, 14336, device="cuda", dtype=torch.bfloat16)
+    out = torch.zeros(1, 4096, device="cuda", dtype=torch.bfloat16)
+
+    def capture() -> CudaSegment:
+        with device.session(pool) as session:
+            session.begin()
+            out.copy_(torch.nn.functional.linear(a, b))
+            return session.end()
+
+    def check(segment: CudaSegment) -> None:
+        a.normal_()
+        segment.replay()
+        torch.testing.assert_close(out, torch.nn.functional.linear(a, b))
+
+    pool = device.open_pool()
+    segments = [capture()]
+    for _ in range(3):
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        others = [torch.full((1 << 22,), 7.0, device="cuda") for _ in range(8)]  # who would get their memory
+        for segment in segments:
+            check(segment)
+        assert all(bool((other == 7).all()) for other in others)
+        segments.append(capture())
+    in_use = torch.cuda.memory_snapshot(segments[0]._handle)
+    assert sum(part["allocated_size"] for part in in_use) == 0, "made outside of the captures, each time"
 
 
 def test_a_side_thread_neither_disturbs_nor_is_disturbed(device: CudaDevice) -> None:

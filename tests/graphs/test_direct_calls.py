@@ -113,6 +113,7 @@ def test_what_the_dispatcher_would_do_something_to_is_an_operator(dispatched: li
     for op, args in (
         (scaled, (torch.arange(3.0).as_subclass(Subclass), out)),
         (scaled, (twin, out)),
+        (prepared, (twin, out, 0.5)),
         (scaled, (X, out, True)),
         (listed, ([X], [out])),
         (torch.ops.aten.copy_.default, (out, X)),
@@ -130,15 +131,42 @@ def test_what_the_dispatcher_would_do_something_to_is_an_operator(dispatched: li
     assert not dispatched
 
 
+@pytest.mark.filterwarnings("ignore:.*Overriding a previously registered kernel")
+@pytest.mark.parametrize("op", [scaled, prepared], ids=str)
 @pytest.mark.parametrize(
-    ("key", "is_direct"), [("CPU", False), ("AutocastCPU", False), ("ADInplaceOrView", False), ("CUDA", True)]
+    ("key", "is_direct"),
+    [
+        ("CPU", False),
+        ("AutocastCPU", False),
+        ("ADInplaceOrView", False),
+        ("BackendSelect", False),
+        ("CompositeExplicitAutograd", False),
+        ("CompositeExplicitAutogradNonFunctional", False),
+        ("CUDA", True),
+    ],
 )
-def test_a_kernel_of_somebody_else_is_called(key: str, is_direct: bool) -> None:
+def test_a_kernel_of_somebody_else_is_called(key: str, is_direct: bool, op: OpOverload) -> None:
     library = torch.library.Library("piecework_direct", "FRAGMENT")
     try:
-        library.impl("scaled", lambda x, out, *args, **kwargs: out.fill_(7) and None, key)
-        assert (direct_call(scaled, (X, torch.empty(3)), {}).func is not scaled) == is_direct  # type: ignore[attr-defined]
+        library.impl(op._schema.name, lambda *args, **kwargs: args[1].fill_(7) and None, key, allow_override=True)
+        call = direct_call(op, (X, torch.empty(3), 0.5), {})
+        assert (call.func is not op) == is_direct  # type: ignore[attr-defined]
     finally:
+        library._destroy()
+    assert direct_call(op, (X, torch.empty(3), 0.5), {}).func is not op  # type: ignore[attr-defined]
+
+
+def test_another_overload_has_another_body() -> None:
+    library = torch.library.Library("piecework_direct", "FRAGMENT")
+    op = None
+    try:
+        library.define("scaled.plus(Tensor x, Tensor(a!) out, float by) -> ()")
+        library.impl("scaled.plus", lambda x, out, by: torch.add(x, by, out=out) and None, "CPU")
+        op = split_op.register("piecework_direct::scaled.plus")
+        assert direct_call(op, (X, torch.empty(3), 2.0), {}).func is op  # type: ignore[attr-defined]
+    finally:
+        if op is not None:
+            registry.REGISTRY.remove(op)
         library._destroy()
 
 
@@ -193,7 +221,10 @@ def test_an_operator_of_somebody_else_can_be_prepared(registry_snapshot: set[OpO
 def test_prepare_must_return_a_function_or_none() -> None:
     def body(x: torch.Tensor, out: torch.Tensor) -> None: ...
 
-    wrong = split_op(mutates_args=("out",), name="piecework_direct::wrong", prepare=lambda x, out: 3)(body)
+    def prepare(x: torch.Tensor, out: torch.Tensor) -> Any:
+        return 3
+
+    wrong = split_op(mutates_args=("out",), name="piecework_direct::wrong", prepare=prepare)(body)
     with pytest.raises(RegistrationError, match=r"py:\d+: piecework_direct::wrong: prepare: expected to .* got 3"):
         direct_call(wrong, (X, torch.empty(3)), {})
 

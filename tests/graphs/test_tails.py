@@ -198,3 +198,29 @@ def test_memory_that_is_allocated_where_other_memory_was_is_not_known(monkeypatc
     assert buffers.tail(first).holds(tail_kind(first, 0), (2,), 4)
     buffers.tensor("y", TensorLayout.of(first), 4)
     assert not buffers.tail(first).holds(tail_kind(first, 0), (2,), 4)
+
+
+class Alone(torch.Tensor):
+    """Knows how to be copied, and nothing of lists."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._foreach_copy_:
+            raise NotImplementedError
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_tensors_of_other_classes_are_copied_one_by_one() -> None:
+    buffers = Buffers(4)
+    statics = [buffers.tensor(name, TensorLayout.contiguous((4,), torch.float32, "cpu"), 4) for name in "abc"]
+    sources = [torch.rand(3), torch.nn.Parameter(torch.rand(3)), torch.rand(3).as_subclass(Alone)]
+    targets = [
+        Target(source=source, static=static, value=2, tail=Tail())
+        for source, static in zip(sources, statics, strict=True)
+    ]
+    fill = PreparedFill(targets)
+    assert [len(destinations) for destinations, _ in fill._groups] == [2]
+    with torch.no_grad():
+        fill.run(sources)
+    for source, static in zip(sources, statics, strict=True):
+        assert static.tolist() == [*source.tolist(), 2]

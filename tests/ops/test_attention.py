@@ -401,6 +401,14 @@ def test_needs_a_context() -> None:
             lambda s: {"context": dataclasses.replace(s.context, seq_lens_host=(9,))},
             "a request has 9 tokens, but block_table and block_size 4 hold 4",
         ),
+        (
+            lambda s: {"context": dataclasses.replace(s.context, block_size=2, num_blocks=0)},
+            r"expected a context for the layer's cache of 3 blocks of 4 tokens, got one for blocks of 2 tokens",
+        ),
+        (
+            lambda s: {"context": dataclasses.replace(s.context, num_blocks=len(s.k_cache) + 1)},
+            r"cache of 3 blocks of 4 tokens, got one for 4 blocks of 4 tokens",
+        ),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(change: Callable[[Step], dict[str, Any]], message: str) -> None:

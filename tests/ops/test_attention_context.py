@@ -88,6 +88,12 @@ def test_build_refuses_blocks_that_the_cache_does_not_have(block: int) -> None:
     batch(block_tables=[[5, 2], [7], [], [3, NUM_BLOCKS - 1]])
 
 
+@pytest.mark.parametrize(("sizes", "got"), [({"block_size": 0}, "0 and 12"), ({"num_blocks": -1}, "4 and -1")])
+def test_build_refuses_sizes_that_no_cache_has(sizes: dict[str, int], got: str) -> None:
+    with pytest.raises(InputError, match=rf"expected a block_size of 1 or more and num_blocks of 0.*got {got};"):
+        batch(**sizes)
+
+
 @given(data=st.data())
 def test_slots_are_those_of_the_block_table(data: st.DataObject) -> None:
     """Against the definition: `block * block_size + offset`, token by token."""
@@ -120,7 +126,7 @@ def test_copies_of_a_step_share_its_scratch_and_a_static_copy_has_its_own() -> N
     static = context.as_static(fields)
     assert static.scratch == {}
     assert static.scratch is not context.scratch
-    assert (static.num_blocks, static.block_size) == (0, 0)
+    assert (static.num_blocks, static.block_size) == (12, 4), "captured layers check them too"
     assert batch().scratch is not context.scratch
     assert "scratch" not in repr(context)
 
@@ -208,6 +214,8 @@ def test_check_refuses_padding_that_is_written() -> None:
 def test_what_is_not_known_is_not_checked() -> None:
     no_blocks = dataclasses.replace(batch(), num_blocks=0)
     with_values(no_blocks, "block_table", {(1, 1): 99}).check()
+    with pytest.raises(InputError, match=r"block_table\[0, 0\]: expected a block of 0 or more, of which.*got -1"):
+        with_values(no_blocks, "block_table", {(0, 0): -1}).check()
     with pytest.raises(InputError, match=r"slot_mapping\[1\]: expected -1 or more; got -2"):
         with_values(no_blocks, "slot_mapping", {1: -2}).check()
     no_size = dataclasses.replace(batch(), block_size=0)

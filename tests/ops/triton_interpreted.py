@@ -118,6 +118,15 @@ def test_every_shape(dtype: torch.dtype, window_size: int, heads: tuple[int, int
     check(step, Way(way), static, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("way", ["split rows", "tiles"])
+@pytest.mark.parametrize("head_size", [96, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_large_heads(dtype: torch.dtype, head_size: int, way: str) -> None:
+    batch = dataclasses.replace(PLAIN, requests=[(1, 6), (0, 3), (5, 20)], head_size=head_size)
+    step = make_step(batch, dtype)
+    check(step, Way(way), contexts(step, batch)[1], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("way", ["split rows", "tiles", "larger tiles"])
 @pytest.mark.parametrize("heads", [(12, 1), (17, 1), (33, 1), (24, 2)])
 def test_a_group_of_many_heads(heads: tuple[int, int], way: str) -> None:
@@ -171,6 +180,21 @@ def test_offsets_do_not_wrap_in_a_large_cache(way: str) -> None:
     context = AttentionContext.build(query_lens=[6], seq_lens=[6], block_tables=[[0, 1]], block_size=4)
     again = torch.empty_like(out)
     Way(way)(q, k.float(), v.float(), few[:, 0], few[:, 1], again, 0.5, 0, context)
+    assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize("way", ["rows", "tiles"])
+def test_offsets_do_not_wrap_in_a_cache_whose_blocks_lie_across_its_memory(way: str) -> None:
+    """The last token of each block is behind element 2**31; as above, nearly all of it is never touched."""
+    distance = 2**31 // 3 + 16
+    cache = torch.empty(3 * distance + 64, dtype=torch.int8).as_strided((4, 4, 2, 8), (16, distance, 8, 1))
+    k = torch.randint(-3, 4, (6, 2, 8), dtype=torch.int8)
+    q, out = torch.randn(6, 4, 8), torch.empty(6, 4, 8)
+    context = AttentionContext.build(query_lens=[6], seq_lens=[6], block_tables=[[3, 1]], block_size=4)
+    Way(way)(q, k, k, cache, cache, out, 0.5, 0, context)
+    dense, again = torch.zeros(4, 4, 2, 8), torch.empty_like(out)
+    context = AttentionContext.build(query_lens=[6], seq_lens=[6], block_tables=[[3, 1]], block_size=4)
+    Way(way)(q, k.float(), k.float(), dense, dense, again, 0.5, 0, context)
     assert torch.equal(out, again)
 
 
@@ -444,3 +468,16 @@ def test_another_alignment_is_another_layout() -> None:
         q = memory[first + shift : first + shift + 6].view(1, 1, 6)
         prepare(q, step.k, step.v, step.k_cache, step.v_cache, step.q, 1.0, 0)(step.context)
     assert len(step.context.scratch[plan.Plan]) == 3
+
+
+def test_other_dtypes_are_another_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that was compiled for K or V in one dtype must not get another one."""
+    tensors, log = quick(monkeypatch)
+    step = make_step(dataclasses.replace(PLAIN, requests=[(1, 6)], padding=0), torch.float32)
+    first = (step.q, step.k, step.v, step.k_cache, step.v_cache, torch.empty_like(step.q))
+    for place in (None, 1, 2, 3, 4, 5):
+        layer = [tensor.half() if index == place else tensor for index, tensor in enumerate(first)]
+        tensors.update({tensor.data_ptr(): tensor for tensor in layer})
+        log.clear()
+        prepare(*layer, step.scale, 0)(dataclasses.replace(step.context, scratch={}))
+        assert log == ["ordinary"] * 2, place

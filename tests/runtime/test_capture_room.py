@@ -111,3 +111,19 @@ def test_sizes_that_gave_way_are_forgotten() -> None:
     gc.collect()
     ours = [each for each in gc.get_objects() if type(each) is Slot and each.entry in runtime.entries]
     assert len(ours) == len(runtime._captures._slots) == 4
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_a_compaction_under_other_settings_captures_nothing_that_was_made_without_them(backend: str) -> None:
+    runtime = runtime_of(Model(lambda m, x: (x @ m.table).float(), table=torch.rand(WIDTH, WIDTH)), backend)
+    for _ in range(2):
+        before = runtime.run("decode", {"x": x_of(3)}, copy=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        lower = runtime.run("decode", {"x": x_of(3)}, copy=True)
+        assert not torch.equal(lower, before)
+        runtime.compact()
+        for _ in range(2):
+            assert torch.equal(runtime.run("decode", {"x": x_of(3)}), lower)
+    for _ in range(2):
+        assert torch.equal(runtime.run("decode", {"x": x_of(3)}), before)
+    assert runtime.counters["captures"] == 4  # two, one of them again at the compaction, and the other at its next step
