@@ -43,6 +43,10 @@ class Buffers:
         # A list, since another thread may ask.
         return sum(memory.nbytes() for memory in list(self._memories.values())) + self._replaced_bytes
 
+    def addresses(self) -> set[int]:
+        """Of all tensors over the buffers."""
+        return {tensor.untyped_storage().data_ptr() for tensor in self._tensors.values()}
+
     def tensor(self, name: Hashable, layout: TensorLayout, bucket: int) -> torch.Tensor:
         """The tensor of this layout at the start of the buffer `name`; the same object for the same arguments.
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 import torch
@@ -58,8 +57,15 @@ class Work:
     def owned_addresses(self) -> set[int]:
         """Addresses of memory that outlives a replay: of the inputs, the context, the model and its constants."""
         bindings = self.forward.bindings
-        tensors = [*self.tensors.values(), *bindings.model_tensors(), *bindings.frozen_tensors]
-        return {memory_address(tensor) for tensor in tensors} | self.owned
+        return self._addresses() | {memory_address(tensor) for tensor in bindings.frozen_tensors} | self.owned
+
+    def tracked_addresses(self) -> set[int]:
+        """Of these, the memory that does not move without a capture becoming stale, and that of the buffers."""
+        return self._addresses() | self.owned | self.buffers.addresses()
+
+    def _addresses(self) -> set[int]:
+        tensors = [*self.tensors.values(), *self.forward.bindings.model_tensors()]
+        return {memory_address(tensor) for tensor in tensors}
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -142,12 +148,19 @@ def store_outputs(work: Work, outputs: Sequence[Any]) -> list[Any]:
     return stored
 
 
+def buffered_outputs(work: Work, outputs: Sequence[Any]) -> frozenset[int]:
+    """Which of the outputs that `store_outputs` returned are buffers; the others are the model's own, or no tensors."""
+    return frozenset(
+        i
+        for i, output in enumerate(outputs)
+        if isinstance(output, torch.Tensor) and work.buffers.find(("output", i), TensorLayout.of(output)) is output
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Calls:
     """What a replay does, in order: segments and split calls alike."""
 
-    lock: contextlib.AbstractContextManager[Any]
-    """That of the segments, if they have one."""
     as_operators: tuple[Callable[[], Any], ...]
     """Split ops are called through the dispatcher."""
     direct: tuple[Callable[[], Any], ...]
@@ -155,10 +168,24 @@ class _Calls:
 
 
 class Capture:
-    """A captured forward. Replays of one pool never overlap; see Note [Who owns captured memory] in device.py."""
+    """A captured forward. Replays of one pool never overlap; see Note [Who owns captured memory] in device.py.
 
-    def __init__(self, steps: Sequence[Segment | SplitCall], outputs: Sequence[Any]) -> None:
+    Args:
+        tracked: addresses of memory that does not move unseen, see `Work.tracked_addresses`.
+        buffered: which outputs are buffers of the phase, see `buffered_outputs`.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Segment | SplitCall],
+        outputs: Sequence[Any],
+        *,
+        tracked: Set[int] = frozenset(),
+        buffered: Set[int] = frozenset(),
+    ) -> None:
         self.steps = tuple(steps)
+        self._tracked = tracked
+        self._buffered = buffered
         self.outputs = tuple(outputs)
         """Flat, at fixed addresses; overwritten by the next replay of any capture with the same buffers."""
         self._is_released = False
@@ -166,6 +193,14 @@ class Capture:
         """What it holds by address, once that is known."""
         self._calls: _Calls | None = None
         """Made by the first replay."""
+
+    def is_buffered(self, index: int) -> bool:
+        """Whether an output is a buffer of the phase."""
+        return index in self._buffered
+
+    def handed_out(self) -> list[Any]:
+        """The outputs for a caller, who may change the shape of what he gets: buffers as views of their own."""
+        return [output.view(output.shape) if i in self._buffered else output for i, output in enumerate(self.outputs)]
 
     @property
     def num_segments(self) -> int:
@@ -189,9 +224,8 @@ class Capture:
         calls = self._calls
         if calls is None:
             calls = self._calls = self._prepare()
-        with calls.lock:
-            for call in calls.as_operators if are_operators_watched() else calls.direct:
-                call()
+        for call in calls.as_operators if are_operators_watched() else calls.direct:
+            call()
 
     def release(self) -> None:
         """Lets go of everything."""
@@ -207,16 +241,13 @@ class Capture:
             raise CaptureError("replay: expected a capture, but this one was released; capture the bucket again")
         as_operators: list[Callable[[], Any]] = []
         direct: list[Callable[[], Any]] = []
-        lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         for step in self.steps:
             if isinstance(step, SplitCall):
                 as_operators.append(step)
-                direct.append(step.direct())
+                direct.append(step.direct(self._tracked))
                 continue
-            launch: Callable[[], None] | None = step.replay
-            if isinstance(step, Launchable):
-                lock, launch = step.lock, step.launcher()
+            launch = step.launcher() if isinstance(step, Launchable) else step.replay
             if launch is not None:
                 as_operators.append(launch)
                 direct.append(launch)
-        return _Calls(lock=lock, as_operators=tuple(as_operators), direct=tuple(direct))
+        return _Calls(as_operators=tuple(as_operators), direct=tuple(direct))

@@ -10,6 +10,7 @@ off the stream through the driver, the stream gets a tiny valid one in its place
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import threading
 import weakref
@@ -36,6 +37,11 @@ _UNENDED: list[torch.cuda.CUDAGraph] = []
 """Graphs of captures that torch could not be brought to end: its allocators hold on to their addresses."""
 
 
+def _launch(replay: Callable[[], None]) -> None:
+    with _CAPTURING:  # for a launch only: a split op between two may wait for another thread, which replays too
+        replay()
+
+
 class CudaSegment:
     """One CUDA graph, or nothing at all if nothing was recorded."""
 
@@ -44,19 +50,14 @@ class CudaSegment:
         self._pool, self._handle = pool, handle
         self._is_empty = graph is None
 
-    @property
-    def lock(self) -> threading.RLock:
-        """Held around replays."""
-        return _CAPTURING
-
     def launcher(self) -> Callable[[], None] | None:
-        """torch's own replay of the graph; after `release` it raises RuntimeError. None if nothing was recorded.
+        """Launches the graph on the current stream; after `release` it raises RuntimeError. None: nothing was recorded.
 
         Raises:
             CaptureError: the segment was released.
         """
         if self._graph is not None:
-            return self._graph.replay
+            return functools.partial(_launch, self._graph.replay)
         if not self._is_empty:
             raise CaptureError("replay: expected a capture, but this one was released; capture the bucket again")
         return None
@@ -65,8 +66,7 @@ class CudaSegment:
         """Launches the graph on the current stream."""
         launch = self.launcher()
         if launch is not None:
-            with _CAPTURING:
-                launch()
+            launch()
 
     def release(self) -> None:
         """Drops the graph. Its memory may be used by the next capture, whose replays come after on the device.

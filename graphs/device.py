@@ -43,14 +43,10 @@ class Segment(Protocol):
 
 @runtime_checkable
 class Launchable(Segment, Protocol):
-    """A segment of a device that has a lock around replays, which is taken once for all segments of a capture."""
-
-    @property
-    def lock(self) -> contextlib.AbstractContextManager[Any]:
-        """Held by `replay`, and by whoever calls what `launcher` returns. Re-entrant; one for all its segments."""
+    """A segment whose replay can be had as a function, with everything looked up."""
 
     def launcher(self) -> Callable[[], None] | None:
-        """What `replay` does with the lock held, and nothing besides; None: nothing was recorded.
+        """What `replay` does, and nothing besides; None: nothing was recorded.
 
         Not to be called after `release`; the caller sees to that.
 

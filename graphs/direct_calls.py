@@ -43,13 +43,17 @@ def are_operators_watched() -> bool:
     )
 
 
-def direct_call(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any]:
+def direct_call(
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], *, stays: bool = True
+) -> Callable[[], Any]:
     """The cheapest way to make a call, many times over: prepared, else the body itself, else the operator.
 
     The operator too where the dispatcher would do more than to call the body: another kernel, tensors to be converted.
 
-    The tensors must stay where they are. What it returns holds them strongly, and is for where `are_operators_watched`
-    is False.
+    What it returns holds the tensors strongly, and is for where `are_operators_watched` is False.
+
+    Args:
+        stays: whether the tensors' memory stays where it is; else nothing is prepared.
 
     Raises:
         RegistrationError: the operator's `prepare` returned something that cannot be called.
@@ -61,7 +65,7 @@ def direct_call(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     if not all(map(_is_plain, tensors)) or (body is not None and not _is_only_kernel(op, tensors)):
         return operator
     given = _as_dispatched(op, args, kwargs)
-    prepare = registry.REGISTRY.prepares.get(op)
+    prepare = registry.REGISTRY.prepares.get(op) if stays else None
     if prepare is not None:
         prepared = prepare(*given[0], **given[1]) if given is not None else prepare(*args, **kwargs)
         if prepared is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -156,9 +156,15 @@ class SplitCall:
         if self.results:
             self._store(returned)
 
-    def direct(self) -> Callable[[], Any]:
-        """The same, made ready to be done many times without the dispatcher: see `direct_call`."""
-        call = direct_call(self.op, self.args, self.kwargs)
+    def direct(self, tracked: Set[int]) -> Callable[[], Any]:
+        """The same, made ready to be done many times without the dispatcher: see `direct_call`.
+
+        Args:
+            tracked: addresses of memory that does not move unseen. With other tensors (a global that a split op gets)
+                nothing is prepared: their data may be elsewhere at the next replay.
+        """
+        addresses = {memory_address(tensor) for _, tensor in tensor_arguments(self.op, self.args, self.kwargs)}
+        call = direct_call(self.op, self.args, self.kwargs, stays=addresses - {0} <= tracked)
         return functools.partial(self._call_and_store, call) if self.results else call
 
     def _call_and_store(self, call: Callable[[], Any]) -> None:

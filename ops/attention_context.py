@@ -120,7 +120,7 @@ class AttentionContext:
         """A copy over the tensors in `fields`, by field name: the runtime's static copy. Checks nothing."""
         static = copy.copy(self)
         # Scratch of this step's would be freed under a capture, or shared with steps on another stream.
-        host = {"query_lens_host": (), "seq_lens_host": (), "scratch": {}}
+        host: dict[str, Any] = {"query_lens_host": (), "seq_lens_host": (), "scratch": {}}
         for name, value in {**fields, **host, "is_static": True}.items():
             object.__setattr__(static, name, value)
         return static

@@ -18,7 +18,7 @@ import torch
 from ..errors import CaptureError, RuntimeClosedError
 from ..graphs import breakable, full, piecewise
 from ..graphs.addresses import Addresses, ModelBindings
-from ..graphs.capture import Capture, Forward, Observed, Work
+from ..graphs.capture import Capture, Forward, Observed, Work, buffered_outputs
 from ..graphs.device import GraphDevice
 from ..graphs.dynamo import unchanged
 from ..graphs.inputs import TOKENS, InputContract
@@ -180,9 +180,9 @@ class Captures:
                 context = self._context(plan.table, slot, step, context)
                 if slot.context_changed(plan.table, context) is not None:
                     return NOT_CAPTURED
-            self._room.used(slot)
             slot.last_step = step.entry.num_steps
             plan.replay(known.sources, context)
+            self._room.used(slot)
             plan.count()
             self.plans.num_steps += 1
             result = plan.result(self._outputs, copy=copy)
@@ -258,7 +258,7 @@ class Captures:
             slot.capture.replay()
             slot.num_replays += 1
             step.recorder.counters.add("replays", scope=step.recorder.scope)
-            return slot.capture.outputs, slot.observed.structure
+            return slot.capture.handed_out(), slot.observed.structure
         if slot.refused is not None or not self._room.may_capture(slot):
             step.recorder.fallback(slot.refused or NO_ROOM)
             if not step.entry.was_watched:
@@ -360,7 +360,12 @@ class Captures:
             recorder.fallback(str(slot.refused))
             recorder.record("capture_failed", seconds=time.perf_counter() - started, error=str(error))
             return False
-        slot.capture = Capture(steps, outputs)
+        slot.capture = Capture(
+            steps,
+            outputs,
+            tracked=slot.work.tracked_addresses(),
+            buffered=buffered_outputs(slot.work, outputs),
+        )
         slot.reads_context = bool(reads)
         by_address = self._slots.table(slot.entry).inputs.by_address
         held = {name: tensor for name, tensor in slot.work.tensors.items() if name in by_address}

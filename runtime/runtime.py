@@ -150,7 +150,7 @@ class Runtime:
             inputs: by name; tensors, or constants that are part of the program's identity.
             context: what split ops get from `get_context`; fields made with `context_field` are padded to the bucket.
             copy: returns tensors of the caller's own. Without it, what a captured phase returns is valid until the
-                next step of that phase begins, which overwrites it.
+                next step of that phase begins, which overwrites it; do not pass it back as an input.
 
         Returns:
             The structure that the model returns, made under `torch.inference_mode`.

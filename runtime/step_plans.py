@@ -82,11 +82,11 @@ class StepPlan:
         self._host_fields = tuple(f.name for f in host_fields(context) if is_copy and not has_default(f))
         self._share = step.recorder.counters.share(Scope(phase=step.entry.phase, bucket=step.entry.bucket))
         structure = slot.observed.structure
-        self._output: int | None = None
+        self._output: torch.Tensor | None = None
         self._cuts: tuple[tuple[int, int], ...] = ()
-        if isinstance(structure, OutputRef) and isinstance(self._capture.outputs[structure.index], torch.Tensor):
-            self._output = structure.index
-            self._cuts = outputs.lone_cuts(self._capture.outputs[structure.index], **self._cut_sizes())
+        if isinstance(structure, OutputRef) and self._capture.is_buffered(structure.index):
+            self._output = value = self._capture.outputs[structure.index]
+            self._cuts = outputs.lone_cuts(value, **self._cut_sizes())
 
     def _cut_sizes(self) -> dict[str, Any]:
         rows = self._program.rows if self._program.rows is not None else self._rows
@@ -154,16 +154,21 @@ class StepPlan:
         self.step.entry.num_steps += 1
         self.step.recorder.counters.add_replay(self._share)
 
+    def _cut(self, value: torch.Tensor) -> torch.Tensor:
+        for dim, size in self._cuts:
+            value = value.narrow(dim, 0, size)
+        return value
+
     def result(self, outputs: OutputContract, *, copy: bool) -> Any:
         """What the step returns: without padded rows, and out of the phase's buffers if it is a copy."""
         if self._output is not None:
-            value: torch.Tensor = self._capture.outputs[self._output]
-            for dim, size in self._cuts:
-                value = value.narrow(dim, 0, size)
-            return value.clone() if copy else value
+            if copy:
+                return self._cut(self._output).clone()
+            # Never the buffer itself: the caller may change the shape of what he gets.
+            return self._cut(self._output) if self._cuts else self._output.view(self._output.shape)
         assert self.slot.observed is not None
         whole = assemble(
-            self.slot.observed.structure, self._capture.outputs, self._tensors, self.step.sizes, self.bound.sizes
+            self.slot.observed.structure, self._capture.handed_out(), self._tensors, self.step.sizes, self.bound.sizes
         )
         result = outputs.cut(whole, **self._cut_sizes())
         return map_leaves(result, copied) if copy else result

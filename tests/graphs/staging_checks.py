@@ -115,7 +115,7 @@ def captured(function: Callable[..., Any], backend: str, buffers: Buffers | None
         _, observed = module.observe(work)
         CALLS.clear()
         with device.session(device.open_pool()) as session:
-            capture = Capture(*module.capture(session, work, observed))
+            capture = Capture(*module.capture(session, work, observed), tracked=work.tracked_addresses())
     assert not CALLS
     return capture
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from piecework.errors import CaptureError, ContextError
 from piecework.graphs.capture import Capture
 from piecework.graphs.device import Launchable, Segment
-from piecework.graphs.split_calls import SplitCall
+from piecework.graphs.split_calls import SplitCall, memory_address
 from piecework.ops import registry
 from piecework.ops.context import get_context, use_context
 from piecework.ops.split_op import split_op
@@ -36,20 +37,8 @@ def _fresh_log() -> Iterator[None]:
     LOG.clear()
 
 
-class Lock:
-    """A lock that notes its use."""
-
-    def __enter__(self) -> None:
-        LOG.append("lock")
-
-    def __exit__(self, *error: object) -> None:
-        LOG.append("unlock")
-
-
 class FakeSegment:
     """A segment that notes its launches."""
-
-    lock = Lock()
 
     def __init__(self, name: str, *, is_empty: bool = False) -> None:
         self.name, self.is_empty, self.is_released = name, is_empty, False
@@ -59,7 +48,7 @@ class FakeSegment:
         return None if self.is_empty else functools.partial(LOG.append, self.name)
 
     def replay(self) -> None:
-        raise AssertionError("it would take the lock again")
+        raise AssertionError("it looks everything up again")
 
     def release(self) -> None:
         self.is_released = True
@@ -95,7 +84,7 @@ def capture_of(*names: str, op: OpOverload = traced) -> tuple[Capture, torch.Ten
     steps: list[Segment | SplitCall] = [FakeSegment(names[0])]
     for name in names[1:]:
         steps += [SplitCall(op, (x, out), {}, ()), FakeSegment(name)]
-    return Capture(steps, [out]), out
+    return Capture(steps, [out], tracked={memory_address(x), memory_address(out)}), out
 
 
 def replay(capture: Capture, context: object = "context") -> list[str]:
@@ -120,11 +109,11 @@ def dispatched(monkeypatch: pytest.MonkeyPatch) -> list[OpOverload]:
     return calls
 
 
-def test_one_lock_no_operators_and_calls_that_are_prepared_once(dispatched: list[OpOverload]) -> None:
+def test_no_operators_and_calls_that_are_prepared_once(dispatched: list[OpOverload]) -> None:
     capture, out = capture_of("a", "b", "c")
     assert isinstance(capture.steps[0], Launchable)
-    assert replay(capture, "first") == ["prepare", "prepare", "lock", "a", "first", "b", "first", "c", "unlock"]
-    assert replay(capture, "second") == ["lock", "a", "second", "b", "second", "c", "unlock"]
+    assert replay(capture, "first") == ["prepare", "prepare", "a", "first", "b", "first", "c"]
+    assert replay(capture, "second") == ["a", "second", "b", "second", "c"]
     assert out.tolist() == [2, 2, 2]
     assert not dispatched
 
@@ -151,10 +140,47 @@ def test_a_replay_of_many_layers_runs_no_more_python_than_its_calls() -> None:
     assert len(entered) - len(per_call) < 10, entered
 
 
+def test_nothing_is_prepared_for_memory_that_may_move_unseen() -> None:
+    """A tensor in a global: whose data is elsewhere at the next replay is looked up by the operator's body."""
+    capture, out = capture_of("a", "b")
+    capture = Capture(capture.steps, capture.outputs, tracked={memory_address(out)})
+    assert replay(capture) == ["a", "body", "b"]
+    capture.steps[1].args[0].data = torch.full((3,), 5.0)
+    assert replay(capture) == ["a", "body", "b"]
+    assert out.tolist() == [10, 10, 10]
+
+
+def test_split_ops_may_wait_for_another_threads_replay() -> None:
+    """No lock of the process is held around their bodies."""
+    barrier = threading.Barrier(2)
+
+    @split_op(mutates_args=("out",), name="piecework_replay::meeting")
+    def meeting(x: torch.Tensor, out: torch.Tensor) -> None:
+        barrier.wait(10)
+        out.copy_(x)
+
+    errors: list[BaseException] = []
+
+    def run(capture: Capture) -> None:
+        try:
+            with torch.inference_mode(), use_context("context"):
+                capture.replay()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(capture_of("a", "b", op=meeting)[0],)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert not errors
+
+
 def test_an_empty_segment_is_left_out() -> None:
     capture, _ = capture_of("a", "b")
-    capture = Capture([FakeSegment("nothing", is_empty=True), *capture.steps], capture.outputs)
-    assert replay(capture) == ["prepare", "lock", "a", "context", "b", "unlock"]
+    steps = [FakeSegment("nothing", is_empty=True), *capture.steps]
+    capture = Capture(steps, capture.outputs, tracked=capture._tracked)
+    assert replay(capture) == ["prepare", "a", "context", "b"]
 
 
 class Watching(TorchDispatchMode):
@@ -170,27 +196,27 @@ def test_where_operators_are_watched_they_are_called_as_operators() -> None:
     capture, _ = capture_of("a", "b")
     replay(capture)
     with Watching():
-        assert replay(capture) == ["lock", "a", "seen", "body", "b", "unlock"]
+        assert replay(capture) == ["a", "seen", "body", "b"]
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
-        assert replay(capture) == ["lock", "a", "body", "b", "unlock"]
+        assert replay(capture) == ["a", "body", "b"]
     assert "piecework_replay::traced" in {event.key for event in profiled.key_averages()}
     with use_context("context"):
         LOG.clear()
         capture.replay()
-    assert LOG == ["lock", "a", "body", "b", "unlock"], "gradients may be recorded"
-    assert replay(capture) == ["lock", "a", "context", "b", "unlock"]
+    assert LOG == ["a", "body", "b"], "gradients may be recorded"
+    assert replay(capture) == ["a", "context", "b"]
 
 
 def test_what_a_body_or_a_prepared_call_raises_comes_through() -> None:
     capture, _ = capture_of("a", "b", op=raising)
     with pytest.raises(ZeroDivisionError, match="in the body"):
         replay(capture)
-    assert LOG == ["lock", "a", "unlock"]
+    assert LOG == ["a"]
     capture, _ = capture_of("a", "b")
     with pytest.raises(ContextError, match="asked for this step's str and got no context"):
         replay(capture, None)
-    assert LOG == ["prepare", "lock", "a", "unlock"]
-    assert replay(capture) == ["lock", "a", "context", "b", "unlock"], "as ever afterwards"
+    assert LOG == ["prepare", "a"]
+    assert replay(capture) == ["a", "context", "b"], "as ever afterwards"
 
 
 def test_what_prepare_raises_comes_before_anything_ran() -> None:

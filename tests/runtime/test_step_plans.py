@@ -199,12 +199,13 @@ def test_outputs_of_any_structure() -> None:
     assert num_short(runtime) == 2
 
 
-def test_what_is_returned_is_the_callers_to_turn() -> None:
+@pytest.mark.parametrize("num_tokens", [3, 4])
+def test_what_is_returned_is_the_callers_to_turn(num_tokens: int) -> None:
     """A view of its own each time: in-place changes of its shape do not stay."""
     runtime = pw.Runtime(nn.Linear(WIDTH, WIDTH), toy.config_of("full"), dynamic_dims={"input": 0})
     for seed in range(4):
-        got = runtime.run("decode", {"input": x_of(3, seed)[:, :WIDTH]})
-        assert got.shape == (3, WIDTH)
+        got = runtime.run("decode", {"input": x_of(num_tokens, seed)[:, :WIDTH]})
+        assert got.shape == (num_tokens, WIDTH)
         if seed:  # of a replay
             got.unsqueeze_(0)
     assert num_short(runtime) == 2
