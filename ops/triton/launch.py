@@ -51,8 +51,8 @@ Launch = Callable[..., None]
 """`run(grid_0, grid_1, grid_2, stream, *middle, *arguments)`."""
 
 
-Way = tuple[Launch, tuple[Any, ...]]
-"""(run, middle) of such a launch."""
+Way = tuple[Launch, tuple[Any, ...], Any]
+"""(run, middle) of such a launch, and the compiled kernel, which a Triton unloads when nobody holds it (3.9)."""
 
 
 def addresses_of(*tensors: torch.Tensor) -> tuple[int, ...]:
@@ -61,7 +61,9 @@ def addresses_of(*tensors: torch.Tensor) -> tuple[int, ...]:
 
 
 def quick_launch(compiled: Any) -> Way | None:
-    """(run, middle) of what an ordinary launch returned: `run(*grid, stream, *middle, *arguments)` launches it again.
+    """(run, middle, kernel) of what an ordinary launch returned.
+
+    `run(*grid, stream, *middle, *arguments)` launches it again.
 
     The arguments are those of the JIT function, constants included; a pointer is an address. They must be of the kinds
     for which it was compiled: dtypes, addresses and numbers that are multiples of 16, numbers that are 1. No launch
@@ -76,7 +78,7 @@ def quick_launch(compiled: Any) -> Way | None:
         return None
     if not callable(run) or not isinstance(function, int):
         return None
-    return run, (function, packed, None, None, None)
+    return run, (function, packed, None, None, None), compiled
 
 
 def has_hooks() -> bool:

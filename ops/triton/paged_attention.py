@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
+from ...errors import InputError
 from .kv_store import store_rows
 from .launch import addresses_of, check_device, has_hooks
 from .layout import layout_of
@@ -43,9 +44,11 @@ def paged_attention(
     """Stores K and V, then attends; arguments as in `piecework.ops.attention.paged_attention`.
 
     Request slots may be empty; rows that no request has become zeros. Accumulates in float32; does not wait for the
-    device. Allocates at the first call with a context and layout: the memory lives in `context.scratch`.
+    device. Allocates at the first call with a context and layout: the memory lives in `context.scratch`, so that calls
+    with one context belong on one stream.
 
     Raises:
+        InputError: the tensors, or those of the context, are on several devices.
         NotAvailableError: the tensors are not on a GPU.
     """
     prepare(q, k, v, k_cache, v_cache, out, scale, window_size)(context)
@@ -68,10 +71,14 @@ def prepare(
     The tensors must keep their addresses for as long as the callable is used; it holds them.
 
     Raises:
+        InputError: the tensors, or those of the context, are on several devices.
         NotAvailableError: the tensors are not on a GPU.
     """
     tensors = (q, k, v, k_cache, v_cache, out)
     check_device(store_rows, q)
+    if len({tensor.device for tensor in tensors}) > 1:
+        devices = ", ".join(sorted({str(tensor.device) for tensor in tensors}))
+        raise InputError(f"paged_attention: expected all tensors on one device, got {devices}; move them to one")
     if not q.numel():
         return _nothing
     addresses = addresses_of(*tensors)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...errors import InputError
 from .kv_store import store_rows
 from .launch import Grid, addresses_of, launch_on, quick_launch
 from .layout import Layout
@@ -66,6 +67,12 @@ def _plan(layout: Layout, context: AttentionContext) -> Plan:
     """Makes the launches of a layout for a context."""
     start, lens, table = context.query_start_loc, context.seq_lens, context.block_table
     slots, num_reqs = context.slot_mapping, context.num_reqs
+    devices = {tensor.device for tensor in (slots, start, lens, table)}
+    if devices != {layout.device}:  # their addresses are launched as they are
+        raise InputError(
+            f"paged_attention: expected a context on {layout.device}, where q is, got one on "
+            f"{', '.join(sorted(map(str, devices)))}; build it with device=q.device"
+        )
     uses_tiles = takes_tiles(layout.num_rows, context)
     memory: tuple[torch.Tensor, ...] = ()
     if uses_tiles:
@@ -151,7 +158,7 @@ def _make_quick(plan: Plan) -> None:
     ways = layout.compiled.get(plan.kinds)
     if ways is None:
         return
-    (store, store_middle), (attend, middle) = ways
+    (store, store_middle, _), (attend, middle, _) = ways
     slots, *others = addresses_of(plan.slots, plan.start, plan.lens, plan.table, *plan.memory)
     store_last = (slots, plan.slots.stride(0), *layout.store_last)
     last = (*others, *plan.numbers)

@@ -15,6 +15,7 @@ import torch
 import triton
 from hypothesis import given, settings
 
+from piecework.errors import InputError
 from piecework.ops import attention
 from piecework.ops.attention import AttentionContext
 from piecework.ops.attention import paged_attention as operator
@@ -341,6 +342,18 @@ def test_copies_of_a_context_share_its_scratch_and_not_its_tensors() -> None:
         tensors = (made.slots, made.start, made.lens, made.table)
         assert all(mine is getattr(context, name) for mine, name in zip(tensors, names, strict=True))
     assert len(step.context.scratch[plan.Plan]) == 5, "memory stays: a capture may hold its address"
+
+
+def test_a_context_on_another_device_is_refused() -> None:
+    """Its addresses would be launched as they are."""
+    step = make_step(PLAIN, torch.float32)
+    tensors = (step.q, step.k, step.v, step.k_cache, step.v_cache, torch.empty_like(step.q))
+    call = prepare(*tensors, step.scale, 0)
+    elsewhere = dataclasses.replace(step.context, block_table=step.context.block_table.to("meta"), scratch={})
+    with pytest.raises(InputError, match=r"expected a context on cpu, where q is, got one on cpu, meta; build it with"):
+        call(elsewhere)
+    with pytest.raises(InputError, match="expected all tensors on one device, got cpu, meta; move them to one"):
+        prepare(*tensors[:5], tensors[5].to("meta"), step.scale, 0)
 
 
 # ---- the quick launch
