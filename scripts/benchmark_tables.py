@@ -109,8 +109,12 @@ def capture(result: dict[str, Any]) -> list[str]:
     """Each way of capturing: its cost, and a step by replay."""
     sizes = list(result["uncaptured_step_ms"])
     rows = [["uncaptured, eager", "", "", "", "", *(f"{ms:.1f} ms" for ms in result["uncaptured_step_ms"].values())]]
+    not_begun: list[str] = []
     for way in result["ways"]:
         name = f"`{way['backend']}`, `{way['compiler']}`"
+        if way.get("error", "").startswith("not begun"):
+            not_begun.append(f"{way['backend']} {way['compiler']}")
+            continue
         if "error" in way:
             rows.append([name, way["error"], *[""] * (3 + len(sizes))])
             continue
@@ -120,7 +124,9 @@ def capture(result: dict[str, Any]) -> list[str]:
         rows.append([name, f"{way['capture_ms_median']:.0f} ms", str(way["segments"]), pool, arrival, *steps])
     head = ["backend, compiler", "capture of a bucket", "segments", "pool", "pool, largest not first"]
     lines = markdown([*head, *(f"step at {size}" for size in sizes)], rows)
-    return [*lines, "", f"{result['layers']} layers, {result['dtype']}, {result['seq_len']} tokens a request."]
+    about = f"{result['layers']} layers, {result['dtype']}, {result['seq_len']} tokens a request."
+    left_out = f" Not begun in this run, for want of time: {', '.join(not_begun)}." if not_begun else ""
+    return [*lines, "", about + left_out]
 
 
 def decode(result: dict[str, Any]) -> list[str]:

@@ -103,13 +103,16 @@ def test_capture_and_dispatch_show_what_failed(tables: ModuleType, tmp_path: Pat
         "pool_bytes_random": 50 << 20,
         "step_ms": {"1": 9.59, "64": 14.6},
     }
-    ways = [way, {**way, "pool_bytes_arrival": 62 << 20}, {"backend": "full", "compiler": "inductor", "error": "no"}]
+    failed = {"backend": "full", "compiler": "inductor", "error": "no"}
+    late = {"backend": "breakable", "compiler": "eager", "error": "not begun: no time left"}
+    ways = [way, {**way, "pool_bytes_arrival": 62 << 20}, failed, late]
     write(tmp_path, "capture", {**ABOUT, "seq_len": 512, "uncaptured_step_ms": {"1": 38.3, "64": 39.2}, "ways": ways})
     text = tables.rendered("capture", tmp_path)
     assert "| uncaptured, eager |  |  |  |  | 38.3 ms | 39.2 ms |" in text
     assert "| `full`, `eager` | 55 ms | 1 | 50 MiB | not run | 9.6 ms | 14.6 ms |" in text
     assert "| `full`, `eager` | 55 ms | 1 | 50 MiB | 62 MiB | 9.6 ms | 14.6 ms |" in text
     assert "| `full`, `inductor` | no |  |  |  |  |  |" in text
+    assert "Not begun in this run, for want of time: breakable eager." in text
 
     columns = ("total_us", "replay_us", "segments_us", "split_calls_us", "beyond_replay_us")
     times: dict[str, Any] = dict(zip(columns, (90.4, 40.0, 39.0, 0.2, 50.4), strict=True))

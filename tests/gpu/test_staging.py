@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,7 +22,9 @@ FIELDS = ("slot_mapping", "query_start_loc", "seq_lens", "block_table")
 def no_waiting() -> Iterator[None]:
     torch.cuda.synchronize()
     mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "a prototype feature"
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
