@@ -113,7 +113,7 @@ class GpuKit:
         return Reference(self, model, compiler)
 
     def pool_bytes(self) -> int:
-        """Bytes of all private pools of torch's allocator, asked of torch itself; but for those of cuBLAS workspaces."""
+        """Bytes of all private pools of torch's allocator but those of cuBLAS workspaces, asked of torch itself."""
         gc.collect()
         streams = [thing for thing in gc.get_objects() if isinstance(thing, CaptureStream)]
         not_captures = {(0, 0), *(tuple(stream._workspaces.id) for stream in streams)}
