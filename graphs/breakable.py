@@ -7,6 +7,7 @@ happen, and begins the next one.
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -107,10 +108,23 @@ class _SplitOpMode(TorchDispatchMode, abc.ABC):
 class _Watching(_SplitOpMode):
     """Makes the buffers for the split ops' arguments and results while they run."""
 
+    def __init__(self, work: Work, observed: Observed) -> None:
+        super().__init__(work, observed)
+        devices = {tensor.device.type for tensor in work.tensors.values()}
+        self._autocast = {
+            device: torch.get_autocast_dtype(device)
+            for device in devices
+            if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        }
+        """Device types for which the caller has autocast on, and to what."""
+
     def split_call(self, name: str, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.observed.written |= written_addresses(op, args, kwargs)
         reserve_arguments(self.work, op, args, kwargs, self.is_scratch)
-        returned = op(*args, **kwargs)
+        with contextlib.ExitStack() as ambient:  # a mode is below autocast, and a body at a replay is not
+            for device, dtype in self._autocast.items():
+                ambient.enter_context(torch.autocast(device, dtype))
+            returned = op(*args, **kwargs)
         reserve_results(self.work, op, returned)
         self.observed.note(name, args, returned)
         self._made |= {memory_address(tensor) for tensor in tensors_in(returned)} - {0}

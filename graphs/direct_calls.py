@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch._ops import OpOverload
 
-from ..errors import RegistrationError
+from ..errors import PieceworkError, RegistrationError
 from ..ops import registry
 from ..ops.capturing import is_capturing_whole
 
@@ -56,8 +56,8 @@ def direct_call(
         stays: whether the tensors' memory stays where it is; else nothing is prepared.
 
     Raises:
-        RegistrationError: the operator's `prepare` returned something that cannot be called.
-        Whatever `prepare` raises.
+        RegistrationError: the operator's `prepare` failed, or returned something that cannot be called.
+        PieceworkError: from `prepare`.
     """
     operator = functools.partial(op, *args, **kwargs)
     body = registry.REGISTRY.bodies.get(op._schema.name) if op._schema.overload_name == "" else None
@@ -67,20 +67,30 @@ def direct_call(
     given = _as_dispatched(op, args, kwargs)
     prepare = registry.REGISTRY.prepares.get(op) if stays else None
     if prepare is not None:
-        prepared = prepare(*given[0], **given[1]) if given is not None else prepare(*args, **kwargs)
+        prepared = _prepared(op, prepare, given if given is not None else (list(args), dict(kwargs)))
         if prepared is not None:
-            return _checked(op, prepared)
+            return prepared
     return functools.partial(body, *given[0], **given[1]) if body is not None and given is not None else operator
 
 
-def _checked(op: OpOverload, prepared: Any) -> Callable[[], Any]:
-    if not callable(prepared):
-        entry = registry.REGISTRY.ops[op]
+def _prepared(op: OpOverload, prepare: Callable[..., Any], arguments: Arguments) -> Callable[[], Any] | None:
+    entry = registry.REGISTRY.ops[op]
+    where = f"{entry.location}: {entry.name}: prepare"
+    try:
+        prepared = prepare(*arguments[0], **arguments[1])
+    except PieceworkError:  # it refuses the arguments, as the operator would
+        raise
+    except Exception as error:
         raise RegistrationError(
-            f"{entry.location}: {entry.name}: prepare: expected to get a function of no arguments that makes the call, "
-            f"or None, got {prepared!r}; return one of these"
+            f"{where}: expected a function of the operator's arguments that returns what makes the call, or None; it "
+            f"raised {type(error).__name__}: {error}; correct it"
+        ) from error
+    if prepared is not None and not callable(prepared):
+        raise RegistrationError(
+            f"{where}: expected to get a function of no arguments that makes the call, or None, got {prepared!r}; "
+            f"return one of these"
         )
-    call: Callable[[], Any] = prepared
+    call: Callable[[], Any] | None = prepared
     return call
 
 

@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from piecework.errors import CaptureError, ContextError
+from piecework.errors import CaptureError, ContextError, RegistrationError
 from piecework.graphs.capture import Capture
 from piecework.graphs.device import Launchable, Segment
 from piecework.graphs.split_calls import SplitCall, memory_address
@@ -228,8 +228,11 @@ def test_what_prepare_raises_comes_before_anything_ran() -> None:
     op = split_op(mutates_args=("out",), name="piecework_replay::refusing", prepare=refuses)(body)
     capture, _ = capture_of("a", "b", op=op)
     for _ in range(2):
-        with pytest.raises(KeyError, match="not these"):
+        with pytest.raises(
+            RegistrationError, match=r"piecework_replay::refusing: prepare: .* raised KeyError: 'not these'"
+        ) as caught:
             replay(capture)
+        assert isinstance(caught.value.__cause__, KeyError)
         assert not LOG
 
 
