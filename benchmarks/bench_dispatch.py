@@ -6,11 +6,10 @@ A decoder of 32 layers that is so thin (hidden size 128) that the device is neve
 idle when a step begins, and the time is taken until `run` returns, not until the device is done. On a CPU segments are
 recorded by the tape and do nothing at a replay, and attention does nothing (null_device.py): what is left is Python.
 
-`total_us` is a call of `run`, nothing else patched. Another runtime takes it apart: `replay_us` is `Capture.replay` in
-it, `segments_us` and `split_calls_us` what that is made of, `beyond_replay_us` the rest of the step; `parts_us` are
-functions of the runtime, as far as a step calls them, each with what it calls; `profile` are the functions with the
-most time of their own under cProfile, which slows small ones most: shares, not times. `--spy NAME=MODULE:FUNCTION` adds
-a part.
+`total_us` is a call of `run`, `replay_us` `Capture.replay` in it, and `beyond_replay_us` the rest, of the same steps.
+`segments_us` and `split_calls_us` are what a replay is made of, one after the other. `parts_us` are functions of another
+runtime, as far as a step calls them, each with what it calls. `profile` are the functions with the most time of their
+own under cProfile, which slows small ones most: shares, not times. `--spy NAME=MODULE:FUNCTION` adds a part.
 A way that fails, or for which no time is left, says so in its row.
 """
 
@@ -116,26 +115,26 @@ class Bench:
     def measure(self, way: dict[str, Any]) -> None:
         """Writes the times of one way to its row."""
         with contextlib.nullcontext() if self.on_cuda else null_device():
-            with self.runtime(way) as runtime:
-                self.warm_up(runtime)
-                totals = self.host_us(runtime)
-                way["total_us"] = statistics.median(totals)
-                way["total_us_min"] = min(totals)
-                way["profile"] = self.profile(runtime)
             replays = Replays(self.clock)
-            spies = {name: Spy() for name in self.parts}
-            with spying(self.parts, spies), replays.patched(), self.runtime(way) as runtime:
+            with replays.patched(), self.runtime(way) as runtime:
                 self.warm_up(runtime)
                 replays.whole.clear()
+                totals = self.host_us(runtime)
+                way["total_us"], way["total_us_min"] = statistics.median(totals), min(totals)
+                beyond = [total - replay / 1e3 for total, replay in zip(totals, replays.whole, strict=True)]
+                way["beyond_replay_us"], way["beyond_replay_us_min"] = statistics.median(beyond), min(beyond)
+                way |= {"replay_us": statistics.median(replays.whole) / 1e3, "profile": self.profile(runtime)}
+                replays.takes_apart = True
+                self.host_us(runtime)
+                way |= replays.result()
+            spies = {name: Spy() for name in self.parts}
+            with spying(self.parts, spies), self.runtime(way) as runtime:
+                self.warm_up(runtime)
                 for spy in spies.values():
                     spy.end_step()
                     spy.steps.clear()
                 self.host_us(runtime, spies.values())
-                spied = {name: statistics.median(spy.steps) / 1e3 for name, spy in spies.items() if any(spy.steps)}
-                replays.takes_apart = True
-                self.host_us(runtime)
-        way |= replays.result()
-        way["beyond_replay_us"] = way["total_us"] - way["replay_us"]
+        spied = {name: statistics.median(spy.steps) / 1e3 for name, spy in spies.items() if any(spy.steps)}
         way["parts_us"] = spied
 
     def runtime(self, way: dict[str, Any]) -> pw.Runtime:
@@ -265,7 +264,7 @@ class Replays:
             segments = [step for step in capture.steps if not isinstance(step, SplitCall)]
             launches = [launcher() if (launcher := getattr(s, "launcher", None)) else s.replay for s in segments]
             self._launches = [launch for launch in launches if launch is not None]
-            self._calls = [step.direct() for step in capture.steps if isinstance(step, SplitCall)]
+            self._calls = [step.direct(capture.tracked) for step in capture.steps if isinstance(step, SplitCall)]
         for doing, times in ((self._launches, self.segments), (self._calls, self.split_calls)):
             self._clock.wait()
             started = perf_counter_ns()
@@ -278,7 +277,6 @@ class Replays:
         return {
             "segments": len(self._launches),
             "split_calls": len(self._calls),
-            "replay_us": statistics.median(self.whole) / 1e3,
             "segments_us": statistics.median(self.segments) / 1e3,
             "split_calls_us": statistics.median(self.split_calls) / 1e3,
         }

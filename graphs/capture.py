@@ -184,7 +184,8 @@ class Capture:
         buffered: Set[int] = frozenset(),
     ) -> None:
         self.steps = tuple(steps)
-        self._tracked = tracked
+        self.tracked = tracked
+        """Addresses of memory that does not move unseen."""
         self._buffered = buffered
         self.outputs = tuple(outputs)
         """Flat, at fixed addresses; overwritten by the next replay of any capture with the same buffers."""
@@ -244,7 +245,7 @@ class Capture:
         for step in self.steps:
             if isinstance(step, SplitCall):
                 as_operators.append(step)
-                direct.append(step.direct(self._tracked))
+                direct.append(step.direct(self.tracked))
                 continue
             launch = step.launcher() if isinstance(step, Launchable) else step.replay
             if launch is not None:

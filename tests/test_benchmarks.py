@@ -197,7 +197,8 @@ def test_dispatch_takes_a_step_apart(
     assert (breakable["segments"], breakable["split_calls"]) == (3, 2)
     for way in result["ways"]:
         assert way["total_us"] > way["beyond_replay_us"] > 0
-        assert math.isclose(way["beyond_replay_us"], way["total_us"] - way["replay_us"])
+        assert way["beyond_replay_us"] >= way["beyond_replay_us_min"] > 0
+        assert way["total_us"] > way["replay_us"] > 0
         assert way["segments_us"] > 0
         assert way["parts_us"]["whole"] > 0
         assert "gone" not in way["parts_us"]

@@ -179,7 +179,7 @@ def test_split_ops_may_wait_for_another_threads_replay() -> None:
 def test_an_empty_segment_is_left_out() -> None:
     capture, _ = capture_of("a", "b")
     steps = [FakeSegment("nothing", is_empty=True), *capture.steps]
-    capture = Capture(steps, capture.outputs, tracked=capture._tracked)
+    capture = Capture(steps, capture.outputs, tracked=capture.tracked)
     assert replay(capture) == ["prepare", "a", "context", "b"]
 
 
