@@ -7,9 +7,9 @@ idle when a step begins, and the time is taken until `run` returns, not until th
 recorded by the tape and do nothing at a replay, and attention does nothing (null_device.py): what is left is Python.
 
 `total_us` is a call of `run`, `replay_us` `Capture.replay` in it, and `beyond_replay_us` the rest, of the same steps.
-`segments_us` and `split_calls_us` are what a replay is made of, one after the other. `parts_us` are functions of another
-runtime, as far as a step calls them, each with what it calls. `profile` are the functions with the most time of their
-own under cProfile, which slows small ones most: shares, not times. `--spy NAME=MODULE:FUNCTION` adds a part.
+`segments_us` and `split_calls_us` are what a replay is made of, one after the other. `parts_us` are functions of
+another runtime, as far as a step calls them, each with what it calls. `profile` are the functions with the most time
+of their own under cProfile, which slows small ones most: shares, not times. `--spy NAME=MODULE:FUNCTION` adds a part.
 A way that fails, or for which no time is left, says so in its row.
 """
 
