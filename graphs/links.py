@@ -29,7 +29,8 @@ class Tables:
     Note [Asking tables all at once]
     Two dicts are equal without a question to their values where those are the same objects. Where they are not, `==` is
     asked of what is there now and what was: tensors of several elements raise, and a module is unlike any other; what
-    may answer otherwise (a tensor of one element, a class with an `==` of its own) gets a link. `gc.get_referents`
+    may answer otherwise (a tensor of one element, a class with an `==` of its own) gets a link. So a tensor that was
+    replaced costs one comparison of it on its device, whose result nobody waits for. `gc.get_referents`
     lists what dicts hold in their order, without a step of Python for each.
     """
 
