@@ -11,6 +11,7 @@ from ..errors import InputError
 if TYPE_CHECKING:
     from .attention_context import AttentionContext
 
+_DIMS = {"query_start_loc": 1, "seq_lens": 1, "block_table": 2, "slot_mapping": 1}
 _BUILD = "build the context with AttentionContext.build(...), or correct the field"
 
 
@@ -20,6 +21,10 @@ def check_context(context: AttentionContext) -> None:
     Raises:
         InputError: names the first bad element, what it may be, and what it is.
     """
+    for name, dims in _DIMS.items():
+        tensor = getattr(context, name)
+        if tensor.dim() != dims or tensor.dtype not in (torch.int32, torch.int64):
+            _refuse(name, f"int32 or int64 of {dims} dims", f"{tensor.dtype} of shape {list(tensor.shape)}", _BUILD)
     starts = context.query_start_loc.cpu().to(torch.int64)
     lens = context.seq_lens.cpu().to(torch.int64)
     table = context.block_table.cpu().to(torch.int64)
@@ -164,5 +169,5 @@ def _first(bad: torch.Tensor) -> list[int] | None:
     return [int(index) for index in found[0]] if len(found) else None
 
 
-def _refuse(where: str, expected: str, got: int, do: str) -> NoReturn:
+def _refuse(where: str, expected: str, got: int | str, do: str) -> NoReturn:
     raise InputError(f"AttentionContext.{where}: expected {expected}; got {got}; {do}")

@@ -223,3 +223,17 @@ def test_what_is_not_known_is_not_checked() -> None:
     with_values(no_size, "slot_mapping", {1: 4000}).check()
     with pytest.raises(InputError, match=r"block_table\[1, 1\]: expected a block of 0 to 11; got 99"):
         with_values(no_size, "block_table", {(1, 1): 99}).check()
+
+
+@pytest.mark.parametrize(
+    ("field", "change", "message"),
+    [
+        ("slot_mapping", torch.Tensor.float, r"slot_mapping: expected int32 or int64 of 1 dims; got torch.float32 of"),
+        ("block_table", torch.Tensor.flatten, r"block_table: expected int32 or int64 of 2 dims; got torch.int32 of"),
+    ],
+)
+def test_check_refuses_tensors_of_another_kind(field: str, change: Any, message: str) -> None:
+    context = batch()
+    object.__setattr__(context, field, change(getattr(context, field)))
+    with pytest.raises(InputError, match=message):
+        context.check()
