@@ -162,7 +162,7 @@ def _sizes_hinted(example_inputs: Sequence[Any]) -> Iterator[None]:
     """Lets Inductor weigh unbacked sizes.
 
     It fuses what shares bytes, and counts none where a size is unbacked and nobody gave a hint: then an RMSNorm is
-    three kernels and not one (seen with 2.11 to 2.13). A hint decides nothing about what a program is valid for.
+    three kernels and not one (seen with 2.11 and 2.13). A hint decides nothing about what a program is valid for.
     """
     import torch._inductor.config as inductor_config
     from torch._inductor.sizevars import SizeVarAllocator

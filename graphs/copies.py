@@ -16,8 +16,8 @@ _MAX_BYTES = 1 << 20
 is long; a launch saved is nothing there."""
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-_DTYPES = frozenset((*_FLOATS, *_INTEGERS))
-"""Some of those for which torch has the kernel."""
+SHARED_DTYPES = frozenset((*_FLOATS, *_INTEGERS))
+"""Those for which `torch._foreach_copy_` has a kernel in each torch: it may refuse others."""
 
 
 def copy_all(pairs: Iterable[Pair]) -> None:
@@ -49,7 +49,7 @@ def _are_independent(pairs: Sequence[Pair]) -> bool:
 def _is_plain(to: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether torch's `_foreach_copy_` on CUDA copies it in its own kernel (2.11 to 2.14), and that pays."""
     return (
-        to.dtype in _DTYPES
+        to.dtype in SHARED_DTYPES
         and (to.dtype, to.device, to.shape) == (source.dtype, source.device, source.shape)
         and to.numel() * to.itemsize <= _MAX_BYTES
         and all(a == b for a, b, n in zip(to.stride(), source.stride(), to.shape, strict=True) if n > 1)

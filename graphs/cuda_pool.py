@@ -17,9 +17,8 @@ class CaptureStream:
     torch keeps a cuBLAS workspace for each thread and stream, and captures write into the one of their stream. So two
     devices never share a stream, since their replays may overlap, and a device whose last capture is gone leaves its
     stream to the next one. Anybody may make torch give up all workspaces (torch.compile does where it records CUDA
-    graphs), and a replay would write into memory that is another's by then, or the device's (seen). So these lie in a
-    pool that nobody else allocates from and that is never given up; a workspace that is made again comes to the same
-    place.
+    graphs), and a replay would write into memory that is another's by then, or nobody's. So these lie in a pool that
+    nobody else allocates from and that is never given up; a workspace that is made again comes to the same place.
     """
 
     def __init__(self, device: torch.device) -> None:

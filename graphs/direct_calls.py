@@ -12,16 +12,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch._ops import OpOverload
 
 from ..errors import PieceworkError, RegistrationError
 from ..ops import registry
 from ..ops.capturing import is_capturing_whole
+from .layouts import PLAIN_TENSORS
 
 _TYPES = {"int": int, "float": float, "bool": bool, "str": str}
 """What an argument of a schema's type must be for a body to see the same with and without a dispatcher."""
-_PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 _DEVICES = ("cpu", "cuda")
 _OTHER_KEYS = ("ADInplaceOrView", "BackendSelect", "CompositeExplicitAutogradNonFunctional")
 """Dispatch keys of no device whose kernels come before a body's."""
@@ -122,7 +121,7 @@ def _as_dispatched(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any
 def _is_plain(value: Any) -> bool:
     """Whether it is a tensor for which the dispatcher would do nothing but to call the kernel."""
     return (
-        type(value) in _PLAIN_TENSORS
+        type(value) in PLAIN_TENSORS
         and value.layout is torch.strided
         and value.device.type in _DEVICES
         and not value.is_conj()

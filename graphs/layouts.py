@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+"""Classes of tensors that do nothing of their own where operators, copies and comparisons get them."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TensorLayout:

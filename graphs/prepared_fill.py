@@ -9,17 +9,9 @@ from typing import Any
 
 import torch
 
+from .copies import SHARED_DTYPES
+from .layouts import PLAIN_TENSORS
 from .tails import PadValue, Tail, TailKind, constant_value, corner, repeat_last, tail_kind, tail_views
-
-_ONE_KERNEL = frozenset(
-    {
-        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    }
-)
-"""Dtypes that `torch._foreach_copy_` has a kernel for in each torch: it may refuse others."""
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Classes of tensors: another one may know how to be copied alone, and not in a list."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,8 +74,9 @@ class PreparedFill:
             if not source.numel():
                 continue
             # The one kernel is for tensors that lie alike, without gaps; one that does not would slow all down.
-            is_alike = destination.is_contiguous() and source.is_contiguous() and source.dtype in _ONE_KERNEL
-            if is_alike and type(source) in _PLAIN:
+            is_alike = destination.is_contiguous() and source.is_contiguous() and source.dtype in SHARED_DTYPES
+            # Another class may know how to be copied alone, and not in a list.
+            if is_alike and type(source) in PLAIN_TENSORS:
                 alike.setdefault((source.dtype, source.device), []).append((destination, index))
             else:
                 self._singles.append((destination, index))

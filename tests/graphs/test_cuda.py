@@ -18,10 +18,9 @@ from piecework.errors import CaptureError, NotAvailableError
 from piecework.graphs import cuda
 from piecework.graphs.capture import Capture
 from piecework.graphs.cuda import CudaDevice, CudaSession, gc_paused
-from piecework.graphs.cuda_driver import CaptureState, CudaDriver
+from piecework.graphs.cuda_driver import CaptureState
 from piecework.graphs.cuda_pool import CudaPool
 from piecework.graphs.device import Launchable
-from piecework.graphs.model_line import model_line
 
 NONE, ACTIVE, INVALIDATED = CaptureState
 
@@ -562,53 +561,3 @@ def test_a_device_that_is_gone_leaves_its_stream_to_the_next(device: CudaDevice)
     del other
     gc.collect()
     assert stream_of(CudaDevice("cuda:0")) is second
-
-
-class Library:
-    """libcuda, as far as the driver asks it: a capture with `num_nodes` nodes."""
-
-    def __init__(self, state: int, num_nodes: int, info: str, num_results: int, status: int = 0) -> None:
-        self._state, self._num_nodes, self._num_results, self._status = state, num_nodes, num_results, status
-        setattr(self, info, self._capture_info)
-
-    def _capture_info(self, stream: Any, state: Any, *results: Any) -> int:
-        assert len(results) == self._num_results
-        state._obj.value = self._state
-        return self._status
-
-    def cuGraphGetNodes(self, graph: Any, nodes: Any, num_nodes: Any) -> int:
-        num_nodes._obj.value = self._num_nodes
-        return 0
-
-
-@pytest.mark.parametrize(("info", "num_results"), [("cuStreamGetCaptureInfo_v2", 4), ("cuStreamGetCaptureInfo_v3", 5)])
-def test_the_driver_tells_the_state_of_a_capture(info: str, num_results: int) -> None:
-    def capture(state: int, num_nodes: int, status: int = 0) -> tuple[CaptureState, int]:
-        return CudaDriver(Library(state, num_nodes, info, num_results, status)).capture(7)
-
-    assert capture(0, 5) == (NONE, 0)
-    assert capture(1, 5) == (ACTIVE, 5)
-    assert capture(1, 0) == (ACTIVE, 0)
-    assert capture(2, 5) == (INVALIDATED, 0)
-    assert capture(1, 5, status=999) == (INVALIDATED, 0), "what the driver cannot tell is no good capture"
-
-
-class Model(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.view(
-            -1
-        ) + x.reshape(-7)  # fmt: skip
-
-
-def test_the_line_of_an_error_is_the_models() -> None:
-    with pytest.raises(RuntimeError) as caught:
-        torch.nn.Sequential(Model())(torch.ones(3))
-    line, called = model_line(caught.value.__traceback__)
-    assert line is not None
-    assert line.startswith(__file__)
-    assert called in ("reshape", None)  # None before Python 3.11
-    error = cuda._capture_error(caught.value, None)
-    assert (error.op, error.line) == (called, line)
-    assert line in str(error)
-    assert cuda._capture_error(caught.value, "aten::reshape").op == "aten::reshape"
-    assert model_line(None) == (None, None)
