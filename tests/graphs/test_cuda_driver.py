@@ -80,6 +80,10 @@ def test_workspaces_are_made_in_a_pool_of_their_own_before_each_capture(monkeypa
         yield
         is_inside[0] = False
 
+    class Stream:
+        def wait_stream(self, other: object) -> None:
+            """There is nothing to wait for."""
+
     class Products(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func in PRODUCTS:
@@ -87,7 +91,7 @@ def test_workspaces_are_made_in_a_pool_of_their_own_before_each_capture(monkeypa
             return func(*args, **(kwargs or {}))
 
     for name, value in {
-        "Stream": lambda device: cuda_stream,
+        "Stream": lambda device: Stream(),
         "MemPool": lambda: pool,
         "use_mem_pool": use_mem_pool,
         "stream": lambda stream: contextlib.nullcontext(),
@@ -95,7 +99,6 @@ def test_workspaces_are_made_in_a_pool_of_their_own_before_each_capture(monkeypa
         "current_stream": lambda: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    cuda_stream = type("Stream", (), {"wait_stream": lambda self, other: None})()
     stream = CaptureStream(torch.device("cpu"))
     for dtypes in ((torch.float32, torch.bfloat16, torch.float16), (torch.float32,), (torch.float32,)):
         products.clear()
