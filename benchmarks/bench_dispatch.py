@@ -41,7 +41,7 @@ import piecework as pw
 from piecework.graphs.capture import Capture
 from piecework.graphs.split_calls import SplitCall
 
-WAYS = (("full", "eager"), ("tc_piecewise", "aot_eager"), ("breakable", "eager"))
+WAYS = (("full", "aot_eager"), ("full", "eager"), ("tc_piecewise", "aot_eager"), ("breakable", "eager"))
 NUM_REQS, SEQ_LEN, NUM_INPUTS = 8, 128, 4
 PARTS = {
     "read layout": "piecework.runtime.known_layout:LayoutReader.read",

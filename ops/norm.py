@@ -6,6 +6,7 @@ from typing import overload
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from ..errors import InputError
 from .fused import fused_op
@@ -57,6 +58,27 @@ def _traced_sum(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     dtype = torch.promote_types(x.dtype, residual.dtype)
     wide = torch.promote_types(dtype, torch.float32)
     return (x.to(wide) + residual.to(wide)).to(dtype)
+
+
+@rms_norm.kernel("torch", device_types=("cuda",))
+def _torch_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, variance_size: int | None = None
+) -> torch.Tensor:
+    """Torch's own: one kernel where the native body is seven. Rounds once, behind the weight."""
+    if variance_size is not None or weight.shape != x.shape[-1:] or x.dim() == 0:  # a formula it has not, an error
+        return rms_norm.native(x, weight, eps, variance_size)
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+@fused_add_rms_norm.kernel("torch", device_types=("cuda",))
+def _torch_fused_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, variance_size: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A sum, and torch's own norm."""
+    if variance_size is not None or weight.shape != x.shape[-1:] or x.shape != residual.shape or x.dim() == 0:
+        return fused_add_rms_norm.native(x, residual, weight, eps, variance_size)
+    total = x + residual
+    return F.rms_norm(total, total.shape[-1:], weight, eps), total
 
 
 class RMSNorm(nn.Module):

@@ -115,7 +115,8 @@ class GpuKit:
     def pool_bytes(self) -> int:
         """Bytes of all private pools of torch's allocator but those of cuBLAS workspaces, asked of torch itself."""
         gc.collect()
-        streams = [thing for thing in gc.get_objects() if isinstance(thing, CaptureStream)]
+        # No isinstance: it asks proxies for their class, and one of torch warns then.
+        streams = [thing for thing in gc.get_objects() if type(thing) is CaptureStream]
         not_captures = {(0, 0), *(tuple(stream._workspaces.id) for stream in streams)}
         segments = torch.cuda.memory_snapshot()
         return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) not in not_captures)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from piecework.errors import InputError
+from piecework.ops.fused_choice import choose
 from piecework.ops.norm import RMSNorm, fused_add_rms_norm, rms_norm
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -66,6 +67,39 @@ def test_fused_add_rms_norm(size: int, dtype: torch.dtype) -> None:
     assert torch.equal(x, before[0])
     assert torch.equal(residual, before[1])
     assert total.untyped_storage().data_ptr() not in {x.data_ptr(), residual.data_ptr(), normed.data_ptr()}
+
+
+def torch_kernel(op: Any) -> Callable[..., Any]:
+    [kernel] = [kernel for kernel in op.kernels if kernel.name == "torch"]
+    body: Callable[..., Any] = kernel.body
+    return body
+
+
+@pytest.mark.parametrize("variance_size", [None, 5])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [7, 4097])
+def test_torch_as_the_kernel(size: int, dtype: torch.dtype, variance_size: int | None) -> None:
+    x, residual, weight = inputs((3, size), dtype)
+    normed, total = torch_kernel(fused_add_rms_norm)(x, residual, weight, EPS, variance_size)
+    assert torch.equal(total, x + residual)
+    assert normed.dtype == dtype
+    assert torch.equal(normed, torch_kernel(rms_norm)(total, weight, EPS, variance_size))
+    assert error(normed, reference(total, weight, variance_size)) < (4 if dtype.itemsize >= 4 else 1.5)
+
+
+def test_torch_as_the_kernel_says_what_the_native_body_says() -> None:
+    x, weight = torch.ones(2, 3), torch.ones(4)
+    with pytest.raises(InputError, match=r"rms_norm: expected x \[..., size\] and weight \[size\]"):
+        torch_kernel(rms_norm)(x, weight, EPS)
+    with pytest.raises(InputError, match="expected x and residual of one shape"):
+        torch_kernel(fused_add_rms_norm)(x, x[:1], weight[:3], EPS)
+
+
+@pytest.mark.parametrize(("compiler", "runs"), [("eager", "torch"), ("aot_eager", "torch"), ("inductor", "native")])
+def test_on_cuda_torch_norms_where_nobody_fuses(compiler: str, runs: str) -> None:
+    chosen = choose((), compiler=compiler, device_type="cuda").runs
+    assert (chosen["rms_norm"], chosen["fused_add_rms_norm"]) == (runs, runs)
+    assert choose((), compiler=compiler, device_type="cpu").runs["rms_norm"] == "native"
 
 
 @pytest.mark.parametrize("variance_size", [1, 2, 5, 7])
