@@ -211,7 +211,7 @@ def dispatch(result: dict[str, Any]) -> list[str]:
     head = ["backend, compiler", "`run`", "the replay in it", "its segments", "its split calls", "beyond the replay"]
     lines = markdown(head, rows)
     parts = [
-        f"`{way['backend']}`: " + ", ".join(f"{part} {us:.1f}" for part, us in way["parts_us"].items()) + "."
+        f"`{way['backend']}`, `{way['compiler']}`: {', '.join(f'{part} {us:.1f}' for part, us in way['parts_us'].items())}."
         for way in result["ways"]
         if way.get("parts_us")
     ]

@@ -122,7 +122,7 @@ def test_capture_and_dispatch_show_what_failed(tables: ModuleType, tmp_path: Pat
     text = tables.rendered("dispatch", tmp_path)
     assert "| `full`, `eager` | 90 | 40 | 39 | 0 | 50 |" in text
     assert "| `x`, `y` | no |  |  |  |  |" in text
-    assert text.count("`full`: read layout 4.6, fill 3.8.") == 1
+    assert text.count("`full`, `eager`: read layout 4.6, fill 3.8.") == 1
 
 
 @pytest.mark.parametrize(
