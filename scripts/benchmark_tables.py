@@ -210,11 +210,11 @@ def dispatch(result: dict[str, Any]) -> list[str]:
         rows.append([name, *cells])
     head = ["backend, compiler", "`run`", "the replay in it", "its segments", "its split calls", "beyond the replay"]
     lines = markdown(head, rows)
-    parts = [
-        f"`{way['backend']}`, `{way['compiler']}`: {', '.join(f'{part} {us:.1f}' for part, us in way['parts_us'].items())}."
-        for way in result["ways"]
-        if way.get("parts_us")
-    ]
+    parts = []
+    for way in result["ways"]:
+        if way.get("parts_us"):
+            shown = ", ".join(f"{part} {us:.1f}" for part, us in way["parts_us"].items())
+            parts.append(f"`{way['backend']}`, `{way['compiler']}`: {shown}.")
     about = f"Microseconds of the host a step. {result['layers']} layers, {result['requests']} requests. In it, "
     return [*lines, "", about + "each with what it calls: " + " ".join(parts)]
 
