@@ -191,7 +191,8 @@ def test_dispatch_takes_a_step_apart(
     spies = ("--spy", "whole=piecework.runtime.runtime:Runtime.run", "--spy", "gone=piecework.runtime.runtime:gone")
     result = measured(bench, file, "--layers", "2", "--profile", *spies)
     assert result["capture_device"] == "null"
-    full, piecewise, breakable = result["ways"]
+    compiled, full, piecewise, breakable = result["ways"]
+    assert (compiled["segments"], compiled["split_calls"]) == (1, 0)
     assert (full["segments"], full["split_calls"]) == (1, 0)
     assert (piecewise["segments"], piecewise["split_calls"]) == (3, 2)
     assert (breakable["segments"], breakable["split_calls"]) == (3, 2)
@@ -214,9 +215,9 @@ def test_dispatch_takes_a_step_apart(
 
     monkeypatch.setattr(bench.Bench, "warm_up", broken)
     result = measured(bench, file, "--layers", "1", code=1)
-    assert [way["error"] for way in result["ways"]] == ["KeyError: 'broken'"] * 3
+    assert [way["error"] for way in result["ways"]] == ["KeyError: 'broken'"] * 4
     result = measured(bench, file, "--layers", "1", "--max-seconds", "0", code=1)
-    assert [way["error"] for way in result["ways"]] == ["not begun: no time left"] * 3
+    assert [way["error"] for way in result["ways"]] == ["not begun: no time left"] * 4
 
 
 @pytest.mark.parametrize(
