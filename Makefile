@@ -1,5 +1,5 @@
 # Every target works from a bare clone: it makes .venv, installs what it needs into it once, and runs there.
-#   make demo                 text from a checkpoint, then eager against lazy startup
+#   make demo                 text from a checkpoint, then eager, lazy and tiered startup compared
 #   make test ARGS="-k foo"   the tests that need no GPU
 #   make gpu                  the tests that need a GPU, and what they measure, in this environment's Python
 #   make check                lint, format, types, import directions, and the README's benchmark tables

@@ -38,6 +38,7 @@ _EXPORTS = {
     "Runtime": ".runtime.runtime",
     "compilable": ".runtime.compilable",
     # what can go wrong
+    "ArtifactError": ".errors",
     "CaptureError": ".errors",
     "CompileError": ".errors",
     "ConfigError": ".errors",
@@ -46,6 +47,7 @@ _EXPORTS = {
     "GuardError": ".errors",
     "InputError": ".errors",
     "ModelError": ".errors",
+    "NoArtifactError": ".errors",
     "NotAvailableError": ".errors",
     "PortableError": ".errors",
     "PieceworkError": ".errors",
@@ -53,6 +55,7 @@ _EXPORTS = {
     "RegistrationError": ".errors",
     "RuntimeClosedError": ".errors",
     "TraceError": ".errors",
+    "WorkerLostError": ".errors",
 }
 _SUBMODULES = ("errors", "graphs", "ops", "phases", "runtime")
 
@@ -64,6 +67,7 @@ if TYPE_CHECKING:
     from . import ops as ops
     from . import phases as phases
     from . import runtime as runtime
+    from .errors import ArtifactError as ArtifactError
     from .errors import CaptureError as CaptureError
     from .errors import CompileError as CompileError
     from .errors import ConfigError as ConfigError
@@ -72,6 +76,7 @@ if TYPE_CHECKING:
     from .errors import GuardError as GuardError
     from .errors import InputError as InputError
     from .errors import ModelError as ModelError
+    from .errors import NoArtifactError as NoArtifactError
     from .errors import NotAvailableError as NotAvailableError
     from .errors import PieceworkError as PieceworkError
     from .errors import PortableError as PortableError
@@ -79,6 +84,7 @@ if TYPE_CHECKING:
     from .errors import RegistrationError as RegistrationError
     from .errors import RuntimeClosedError as RuntimeClosedError
     from .errors import TraceError as TraceError
+    from .errors import WorkerLostError as WorkerLostError
     from .graphs.portable import PortableProgram as PortableProgram
     from .ops.context import context_field as context_field
     from .ops.context import get_context as get_context

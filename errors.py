@@ -11,6 +11,9 @@
     │   └── GuardError                  the trace holds only for sizes that no interval describes
     ├── RecompileError                  evaluate_guards: a call would have needed another trace
     ├── CompileError                    a compiler failed on a piece
+    ├── ArtifactError                   a compiled piece on disk cannot be written, or not be used here
+    │   └── NoArtifactError             a piece can be compiled, but only in the process that is to run it
+    ├── WorkerLostError                 a compile worker crashed, hung or could not be started
     ├── CaptureError                    a forward cannot be captured, or a capture can no longer be replayed
     ├── PortableError                   a program cannot leave the process, or is not one that fits here
     ├── RuntimeClosedError              the runtime was closed
@@ -64,6 +67,18 @@ class RecompileError(PieceworkError):
 
 class CompileError(PieceworkError):
     """A compiler failed on a piece."""
+
+
+class ArtifactError(PieceworkError):
+    """A compiled piece on disk cannot be written, is damaged, or is not of the piece that it is to be used for."""
+
+
+class NoArtifactError(ArtifactError):
+    """Nothing that could be saved is made of the piece: it has to be compiled in the process that is to run it."""
+
+
+class WorkerLostError(PieceworkError):
+    """A compile worker crashed, missed its deadline, could not be started, or was closed with a job in hand."""
 
 
 class CaptureError(PieceworkError):

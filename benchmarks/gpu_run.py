@@ -9,6 +9,8 @@ part failed, or no test ran. Where a command may take ten minutes, these go toge
     --only decode                                       540
     --only prefill,attention,capture                    200 + 130 + 200
     --only exec_update,trace                            60 + 120
+    --only startup                                      540
+    --only straddle                                     360
 """
 
 from __future__ import annotations
@@ -150,6 +152,8 @@ PARTS: dict[str, Callable[[Path, Path], str]] = {
     "capture": benchmark("bench_capture", "--device", "cuda", "--max-seconds", "130", timeout_s=200),
     "exec_update": benchmark("probe_exec_update", timeout_s=60),
     "trace": benchmark("bench_trace", "--device", "cuda", "--max-seconds", "80", timeout_s=120),
+    "startup": benchmark("bench_startup", "--device", "cuda", "--max-seconds", "425", timeout_s=539),
+    "straddle": benchmark("bench_straddle", "--device", "cuda", "--max-seconds", "240", timeout_s=360),
 }
 """In the order in which they run, the most telling first."""
 

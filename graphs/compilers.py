@@ -1,15 +1,18 @@
 """The compilers `eager`, `aot_eager` and `inductor` behind one interface; the only file that touches torch._inductor.
 
 A compiler gets a piece whose placeholders carry fake tensors and returns a callable of the same arguments. It runs
-nothing of the piece.
+nothing of the piece. What Inductor made can be saved as bytes, which another process turns into the same callable.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import os
+import pickle
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -17,23 +20,42 @@ import torch._functorch.config
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 
-from ..errors import CompileError
+from ..errors import ArtifactError, CompileError, NoArtifactError
 from ..phases import Compiler
 from .dynamo import COMPILE_LOCK
 from .memory import memory, memory_of
+from .propagate import propagate
 
 CompiledCallable = Callable[..., Sequence[Any]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CompilerOptions:
+    """What a config says to the compilers; a compiler passes over what it does not know."""
+
+    emulate_precision_casts: bool = False
+    """Inductor rounds to a tensor's dtype wherever eager code does, also inside a fused kernel."""
+
+
+DEFAULT_OPTIONS = CompilerOptions()
 
 
 class PieceCompiler(Protocol):
     """Compiles a piece for the shapes of its placeholders' fake tensors, which may be symbolic."""
 
-    def __call__(self, graph_module: GraphModule, example_inputs: Sequence[Any]) -> CompiledCallable: ...
+    def __call__(
+        self, graph_module: GraphModule, example_inputs: Sequence[Any], options: CompilerOptions
+    ) -> CompiledCallable: ...
 
 
-def compile_piece(compiler: Compiler, graph_module: GraphModule, fake_mode: FakeTensorMode) -> CompiledCallable:
+def compile_piece(
+    compiler: Compiler,
+    graph_module: GraphModule,
+    fake_mode: FakeTensorMode,
+    options: CompilerOptions = DEFAULT_OPTIONS,
+) -> CompiledCallable:
     """Compiles a piece; the piece itself is left as it is.
 
     Args:
@@ -45,7 +67,7 @@ def compile_piece(compiler: Compiler, graph_module: GraphModule, fake_mode: Fake
     example_inputs = [node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder")]
     with COMPILE_LOCK, torch.inference_mode(), tracing(TracingContext(fake_mode)):
         try:
-            compiled = _COMPILERS[compiler](copy.deepcopy(graph_module), example_inputs)
+            compiled = _COMPILERS[compiler](copy.deepcopy(graph_module), example_inputs, options)
         except Exception as error:
             raise CompileError(
                 f"compiler {compiler}: failed on a piece of {len(graph_module.graph.nodes)} nodes "
@@ -81,6 +103,7 @@ def _own_outputs(compiled: CompiledCallable, graph_module: GraphModule) -> Compi
             return results
         return [result.clone() if i in found else result for i, result in enumerate(results)]
 
+    call.artifact = compiled  # type: ignore[attr-defined]  # for `write_artifact`; an object would cost each call more
     return call
 
 
@@ -103,53 +126,70 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0]
 
 
-def _eager(graph_module: GraphModule, example_inputs: Sequence[Any]) -> CompiledCallable:
+def _eager(graph_module: GraphModule, example_inputs: Sequence[Any], options: CompilerOptions) -> CompiledCallable:
     # The generated forward itself: no nn.Module call in between.
     forward: CompiledCallable = graph_module.forward
     return forward
 
 
-def _aot_eager(graph_module: GraphModule, example_inputs: Sequence[Any]) -> CompiledCallable:
+def _aot_eager(graph_module: GraphModule, example_inputs: Sequence[Any], options: CompilerOptions) -> CompiledCallable:
     from torch._dynamo.backends.debugging import aot_eager
 
     compiled: CompiledCallable = aot_eager(graph_module, list(example_inputs))
     return compiled
 
 
-def _inductor(graph_module: GraphModule, example_inputs: Sequence[Any]) -> CompiledCallable:
+def _inductor(graph_module: GraphModule, example_inputs: Sequence[Any], options: CompilerOptions) -> CompiledCallable:
     from torch._inductor import standalone_compile
 
-    with _inductor_settings(), _autograd_cache_unless_shared(example_inputs), _sizes_hinted(example_inputs):
+    _fill_in_values(graph_module)
+    with _inductor_settings(options), _autograd_cache_unless_shared(example_inputs), _sizes_hinted(example_inputs):
         artifact = standalone_compile(graph_module, list(example_inputs), dynamic_shapes="from_tracing_context")
     compiled: CompiledCallable = artifact
     return compiled
+
+
+def _fill_in_values(graph_module: GraphModule) -> None:
+    """AOTAutograd's cache takes methods of tensors only, and what has no fake value is none to it: specialised pieces
+    have them on placeholders alone."""
+    if all("example_value" in node.meta or node.op == "output" for node in graph_module.graph.nodes):
+        return
+    fake_mode = TracingContext.get().fake_mode
+    assert fake_mode is not None
+    propagate(graph_module, fake_mode)
 
 
 @contextlib.contextmanager
 def _autograd_cache_unless_shared(example_inputs: Sequence[Any]) -> Iterator[None]:
     """AOTAutograd's cache does not ask which inputs share memory, and would hand out a piece made for ones that do not
     (seen with torch 2.13)."""
-    storages = [memory(i) for i in example_inputs if isinstance(i, torch.Tensor)]
-    if len(set(storages)) == len(storages):
+    if not share_memory(example_inputs):
         yield
         return
     with torch._functorch.config.patch(enable_autograd_cache=False):
         yield
 
 
+def share_memory(example_inputs: Sequence[Any]) -> bool:
+    """Whether two of a piece's inputs are in one memory. What Inductor makes of such a piece cannot be saved."""
+    storages = [memory(i) for i in example_inputs if isinstance(i, torch.Tensor)]
+    return len(set(storages)) < len(storages)
+
+
 _MAX_COMPILE_THREADS = 8
 
 
 @contextlib.contextmanager
-def _inductor_settings() -> Iterator[None]:
-    """Inductor would start up to 32 threads in every rank; the environment's own choice stands."""
+def _inductor_settings(options: CompilerOptions) -> Iterator[None]:
+    """Inductor would start up to 32 threads in every rank; the environment's own choices stand."""
     import torch._inductor.config as inductor_config
 
-    if "TORCHINDUCTOR_COMPILE_THREADS" in os.environ:
-        yield
-        return
-    threads = min(_MAX_COMPILE_THREADS, os.cpu_count() or 1)
-    with inductor_config.patch(compile_threads=threads):
+    patches: dict[str, Any] = {}
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        patches["compile_threads"] = min(_MAX_COMPILE_THREADS, os.cpu_count() or 1)
+    if options.emulate_precision_casts:
+        patches["emulate_precision_casts"] = True
+    with inductor_config.patch(patches):
         yield
 
 
@@ -215,3 +255,101 @@ _COMPILERS: dict[Compiler, PieceCompiler] = {
     Compiler.AOT_EAGER: _aot_eager,
     Compiler.INDUCTOR: _inductor,
 }
+
+
+def has_artifacts(compiler: Compiler) -> bool:
+    """Whether what a compiler makes can be saved; the others are quick enough to compile where they run."""
+    return compiler is Compiler.INDUCTOR
+
+
+def write_artifact(call: CompiledCallable, path: Path) -> None:
+    """Writes what `compile_piece` made to a file, for `load_artifact` in any process with the same build of torch.
+
+    Raises:
+        NoArtifactError: torch keeps nothing of it that could be saved.
+        OSError: the file cannot be written.
+    """
+    artifact: Any = getattr(call, "artifact", None)
+    if not hasattr(artifact, "is_saveable") or not artifact.is_saveable():
+        raise NoArtifactError(
+            "artifact: torch keeps nothing of this piece that could be saved (its inputs share memory, it computes "
+            "nothing, or Inductor's caches are off); compile it where it is to run"
+        )
+    artifact.save(path=str(path))
+
+
+def prepare_to_load() -> None:
+    """Does once what the first `load_artifact` would wait for: Inductor's imports, and the hash of torch's source."""
+    import torch._inductor.compile_fx  # noqa: F401
+    from torch._inductor.codecache import torch_key
+
+    torch_key()
+
+
+def load_artifact(content: bytes, graph_module: GraphModule) -> CompiledCallable:
+    """The callable that `compile_piece` made of `graph_module` where `write_artifact` wrote `content`.
+
+    It holds for the sizes that the compile did; nothing here checks them. Inductor's cache directory gets what the
+    artifact holds, since the code is run from files.
+
+    Raises:
+        ArtifactError: another build of torch made it, or torch cannot make a callable of it; its error is the cause.
+    """
+    with COMPILE_LOCK, torch.inference_mode():
+        try:
+            return _own_outputs(_load(content), graph_module)
+        except Exception as error:  # AssertionError for another build; whatever unpickling and importing may raise
+            raise ArtifactError(
+                f"artifact: torch {torch.__version__} cannot load it ({type(error).__name__}: {_first_line(error)}); "
+                f"it may be from another build; compile the piece anew"
+            ) from error
+
+
+def _load(content: bytes) -> CompiledCallable:
+    """As torch's `CompiledArtifact.load`, but exactly what was saved.
+
+    That one takes the first entry of its key in Inductor's cache, whatever guards it was made under: after a compile of
+    the same graph for other sizes, the wrong one.
+    """
+    from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCacheArtifact
+    from torch._inductor.codecache import torch_key
+    from torch._inductor.cudagraph_utils import BoxedDeviceIndex
+    from torch._inductor.standalone_compile import CacheCompiledArtifact
+    from torch._inductor.utils import BoxedBool
+    from torch.compiler._cache import CacheArtifactManager
+    from torch.utils._appending_byte_serializer import BytesReader
+
+    reader = BytesReader(content)
+    assert reader.read_bytes() == CacheCompiledArtifact.CACHE_HEADER, "it is no artifact of torch's"
+    assert reader.read_bytes() == torch_key(), "another build of torch made it"
+    key, bundle = reader.read_str(), reader.read_bytes()
+    artifacts = CacheArtifactManager.deserialize(bundle)
+    assert artifacts is not None, "it cannot be unpickled"
+    CacheArtifactManager.populate_caches(artifacts)
+    (saved,) = [each for each in artifacts[AOTAutogradCacheArtifact.type()] if each.key == key]
+    entry = pickle.loads(saved.content)
+    entry.guards_expr = None  # there are no sizes yet to try them on; the artifact's intervals are what they amount to
+    settings: Any = {"cudagraphs": BoxedBool(False), "boxed_forward_device_index": BoxedDeviceIndex(0)}
+    with tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv()))):
+        compiled = entry.wrap_post_compile([], entry.sanitized_aot_config, settings)
+    return lambda *arguments: compiled([*arguments])
+
+
+def import_compilers() -> None:
+    """Imports what compilers are made of, which takes seconds and is else done in the first compile."""
+    import torch._inductor.compile_fx
+    import torch._inductor.standalone_compile  # noqa: F401
+
+
+def compile_something(device: torch.device) -> None:
+    """Compiles `x + 1` on a device, to start Inductor's machinery. Raises: CompileError."""
+
+    def trivial(x: torch.Tensor) -> Any:  # called by FX's symbolic tracer alone
+        return (x + 1,)
+
+    graph_module = torch.fx.symbolic_trace(trivial)
+    fake_mode = FakeTensorMode(shape_env=ShapeEnv())
+    (placeholder,) = graph_module.graph.find_nodes(op="placeholder")
+    with fake_mode:
+        placeholder.meta["example_value"] = torch.empty(8, device=device)
+    compile_piece(Compiler.INDUCTOR, graph_module, fake_mode)

@@ -70,6 +70,13 @@ class OutputContract:
         self._default = output_dims if isinstance(output_dims, int) or output_dims is None else 0
         self._by_path = {str(k): v for k, v in output_dims.items()} if isinstance(output_dims, Mapping) else {}
 
+    @property
+    def dims(self) -> OutputDims:
+        """What it was made from, with paths as text."""
+        by_path: dict[str | int, int | None] = {}
+        by_path.update(self._by_path)
+        return by_path or self._default
+
     def leaves_alone(self, path: str) -> bool:
         """Whether an output was declared to have no padded rows."""
         return self._by_path.get(path, self._default) is None

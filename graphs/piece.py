@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from ..errors import CompileError, TraceError
 from ..phases import Compiler
 from . import audit
-from .compilers import CompiledCallable, compile_piece
+from .compilers import DEFAULT_OPTIONS, CompiledCallable, CompilerOptions, compile_piece
 from .fingerprint import Canonical, canonical, fingerprint
 from .inputs import TOKENS
 from .specialize import specialize
@@ -81,14 +81,14 @@ class BuiltPiece:
         special = specialize(self.graph_module, values, self.fake_mode)
         return dataclasses.replace(self, graph_module=special.graph_module, kept=special.kept)
 
-    def compile(self, compiler: Compiler) -> CompiledPiece:
+    def compile(self, compiler: Compiler, options: CompilerOptions = DEFAULT_OPTIONS) -> CompiledPiece:
         """Compiles it; the piece itself is left as it is.
 
         Raises:
             CompileError: the compiler failed, or added a condition on sizes that is no interval.
         """
         started = time.perf_counter()
-        call = compile_piece(compiler, self.graph_module, self.fake_mode)
+        call = compile_piece(compiler, self.graph_module, self.fake_mode, options)
         try:
             intervals = self._audit()
         except TraceError as error:

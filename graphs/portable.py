@@ -26,6 +26,8 @@ from .inputs import Signature
 from .piece import BuiltPiece
 from .portable_bindings import bind_placeholders, decode_binding, encode_binding, encode_placeholders
 from .portable_piece import build_piece, encode_piece
+from .portable_signature import decode_signature, encode_signature
+from .remarks import Remark
 from .split import Piece, SplitGraph, Subgraph
 from .stitched import PiecewiseGraph
 from .structure import decode_structure, encode_structure
@@ -48,11 +50,18 @@ class PortableProgram:
 
     @classmethod
     def from_graph(
-        cls, graph: PiecewiseGraph, signature: Signature, *, kernels: Sequence[tuple[str, str]] = ()
+        cls,
+        graph: PiecewiseGraph,
+        signature: Signature,
+        *,
+        kernels: Sequence[tuple[str, str]] = (),
+        remarks: Sequence[Remark] = (),
     ) -> PortableProgram:
         """The portable form of a graph that was traced for inputs of this signature.
 
-        `kernels` are the (fused op, kernel) that it was traced with, where that is not the native body.
+        Args:
+            kernels: the (fused op, kernel) that it was traced with, where that is not the native body.
+            remarks: what is to be said of the trace where the program arrives.
 
         Raises:
             PortableError: something in it cannot leave the process; the message says what and where.
@@ -70,8 +79,9 @@ class PortableProgram:
         data = {
             "format": FORMAT,
             "torch": torch.__version__,
-            "signature": _encode_signature(signature),
+            "signature": encode_signature(signature),
             "kernels": [list(choice) for choice in kernels],
+            "remarks": [[remark.text, remark.because] for remark in remarks],
             "mode": facts.mode,
             "unbacked_failure": facts.unbacked_failure,
             "intervals": {name: [interval.low, interval.high] for name, interval in facts.intervals.items()},
@@ -136,12 +146,17 @@ class PortableProgram:
     @property
     def signature(self) -> Signature:
         """The inputs that it was traced for."""
-        return _decode_signature(self._data["signature"])
+        return decode_signature(self._data["signature"])
 
     @property
     def kernels(self) -> tuple[tuple[str, str], ...]:
         """(fused op, kernel) that it was traced with, where that is not the native body."""
         return tuple((op, kernel) for op, kernel in self._data["kernels"])
+
+    @property
+    def remarks(self) -> tuple[Remark, ...]:
+        """What the process that traced it has to say of the trace; nothing where that process has told it itself."""
+        return tuple(Remark(text=text, because=because) for text, because in self._data.get("remarks", ()))
 
     @property
     def torch_version(self) -> str:
@@ -255,24 +270,6 @@ def _operator(data: Data) -> OpOverload:
     found = decode_function(data)
     assert isinstance(found, OpOverload)
     return found
-
-
-def _encode_signature(signature: Signature) -> Data:
-    return {
-        "tensors": [[n, encode_constant(dt), str(device), list(sizes)] for n, dt, device, sizes in signature.tensors],
-        "constants": [[name, encode_constant(value)] for name, value in signature.constants],
-        "strides": [[name, list(strides)] for name, strides in signature.strides],
-        "ambient": list(signature.ambient),
-    }
-
-
-def _decode_signature(data: Data) -> Signature:
-    return Signature(
-        tuple((n, decode_constant(dtype), torch.device(d), tuple(sizes)) for n, dtype, d, sizes in data["tensors"]),
-        tuple((name, decode_constant(value)) for name, value in data["constants"]),
-        tuple((name, tuple(strides)) for name, strides in data["strides"]),
-        tuple(data["ambient"]),
-    )
 
 
 def _encode_tensor(tensor: torch.Tensor, stored: dict[str, torch.Tensor], memories: dict[int, str]) -> Data:

@@ -15,7 +15,7 @@ from ..phases import Compiler
 from . import audit
 from .bindings import FrozenTensor, InputBinding, PlaceholderBinding, SizeBinding
 from .blank import blank_outputs
-from .compilers import CompiledCallable
+from .compilers import DEFAULT_OPTIONS, CompiledCallable, CompilerOptions
 from .data_sizes import DataSize, find_data_size
 from .inputs import TOKENS, InputContract
 from .memory import memory_of
@@ -165,26 +165,43 @@ class PiecewiseGraph:
             groups.setdefault(self.fingerprints[piece.name], []).append(piece)
         return groups
 
-    def compile_general(self, compiler: Compiler, compiled: CompiledPieces, recorder: Recorder) -> Program:
+    def compile_general(
+        self,
+        compiler: Compiler,
+        compiled: CompiledPieces,
+        recorder: Recorder,
+        options: CompilerOptions = DEFAULT_OPTIONS,
+    ) -> Program:
         """Compiles each distinct piece that `compiled` lacks for any size, and links the general program.
 
         Raises:
             CompileError: a compiler failed on a piece.
         """
-        return self._compile("general", None, compiler, compiled, recorder)
+        return self._compile("general", None, compiler, compiled, recorder, options)
 
     def compile_specialized(
-        self, bucket: int, compiler: Compiler, compiled: CompiledPieces, recorder: Recorder
+        self,
+        bucket: int,
+        compiler: Compiler,
+        compiled: CompiledPieces,
+        recorder: Recorder,
+        options: CompilerOptions = DEFAULT_OPTIONS,
     ) -> Program:
         """Compiles each distinct piece for exactly `bucket` tokens, and links the specialised program.
 
         Raises:
             CompileError: a compiler failed on a piece.
         """
-        return self._compile("specialized", bucket, compiler, compiled, recorder)
+        return self._compile("specialized", bucket, compiler, compiled, recorder, options)
 
     def _compile(
-        self, kind: ProgramKind, bucket: int | None, compiler: Compiler, compiled: CompiledPieces, recorder: Recorder
+        self,
+        kind: ProgramKind,
+        bucket: int | None,
+        compiler: Compiler,
+        compiled: CompiledPieces,
+        recorder: Recorder,
+        options: CompilerOptions,
     ) -> Program:
         calls: dict[str, CompiledCallable] = {}
         intervals = self.traced.intervals
@@ -203,7 +220,7 @@ class PiecewiseGraph:
                     built = special[use]
                     key, dims = (built.fingerprint, compiler), built.dim_names
                 if key not in compiled:
-                    compiled[key] = (built or self.built(piece)).compile(compiler)
+                    compiled[key] = (built or self.built(piece)).compile(compiler, options)
                     self.num_compiles += 1
                     self.compile_s += compiled[key].seconds
                     recorder.record(

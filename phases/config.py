@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from .choices import Backend, CaptureDevice, Compiler, Phase, Startup, not_one_of
 from .fused import check_fused_ops
 from .ladder import BucketLadder, check_size, check_sizes
-from .values import check_directory, check_flag, check_num_bytes, check_share
+from .values import check_count, check_flag, check_num_bytes, check_path, check_seconds, check_share
 
 
 def _doc(
@@ -72,6 +72,10 @@ class PhaseConfig:
             numeric=True,
         ),
     )
+    startup: Startup | None = field(
+        default=None,
+        metadata=_doc("the startup policy of this phase alone; if unset, that of both", metavar="{eager,lazy,tiered}"),
+    )
 
     if TYPE_CHECKING:  # callers may pass plain words and lists; __post_init__ makes them what the fields declare
 
@@ -84,6 +88,7 @@ class PhaseConfig:
             max_num_tokens: int | None = ...,
             specialize: Sequence[int] | Literal["all"] = ...,
             max_padding_waste: float | None = ...,
+            startup: Startup | str | None = ...,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -100,6 +105,8 @@ class PhaseConfig:
             check_size(self.max_num_tokens, "max_num_tokens")
         _set(self, "specialize", _specialize(self.specialize))
         _set(self, "max_padding_waste", check_share(self.max_padding_waste, "max_padding_waste"))
+        if self.startup is not None:
+            _set(self, "startup", Startup.parse(self.startup, "startup"))
         if self.buckets is not None:
             self._check_maximum(self.buckets[-1])
             self._check_specialize(BucketLadder(self.buckets), "")
@@ -140,6 +147,50 @@ class GraphConfig:
             "eager: everything before ready; lazy: at first appearance, inside the step; "
             "tiered: serve now, promote in the background"
         ),
+    )
+    promotion_budget_ms: float = field(
+        default=30.0,
+        metadata=_doc(
+            "tiered: the most milliseconds that promotions take before a step; one that takes longer is made alone; 0: "
+            "only Runtime.promote and wait_settled promote",
+            metavar="MS",
+            numeric=True,
+        ),
+    )
+    compile_workers: int = field(
+        default=2,
+        metadata=_doc(
+            "tiered: processes of low priority that compile beside the steps; 0: a thread of this process does",
+            metavar="N",
+            numeric=True,
+        ),
+    )
+    compile_timeout_s: float = field(
+        default=600.0,
+        metadata=_doc(
+            "tiered: seconds after which a worker that has not compiled its piece is ended",
+            metavar="SECONDS",
+            numeric=True,
+        ),
+    )
+    manifest: str | None = field(
+        default=None,
+        metadata=_doc(
+            "the file that remembers what buckets came, for the next start; if unset, nothing is remembered",
+            metavar="FILE",
+        ),
+    )
+    startup_budget: float = field(
+        default=0.0,
+        metadata=_doc(
+            "tiered: seconds before ready for what the manifest says will come, the most frequent first",
+            metavar="SECONDS",
+            numeric=True,
+        ),
+    )
+    emulate_precision_casts: bool = field(
+        default=False,
+        metadata=_doc("inductor rounds where eager code does, so that a promotion changes fewer tokens"),
     )
     capture_device: CaptureDevice = field(
         default=CaptureDevice.AUTO,
@@ -197,6 +248,12 @@ class GraphConfig:
             prefill: PhaseConfig | Mapping[str, Any] = ...,
             decode: PhaseConfig | Mapping[str, Any] = ...,
             startup: Startup | str = ...,
+            promotion_budget_ms: float = ...,
+            compile_workers: int = ...,
+            compile_timeout_s: float = ...,
+            manifest: str | os.PathLike[str] | None = ...,
+            startup_budget: float = ...,
+            emulate_precision_casts: bool = ...,
             capture_device: CaptureDevice | str = ...,
             cache_dir: str | os.PathLike[str] | None = ...,
             enable_torch_compile: bool = ...,
@@ -213,11 +270,22 @@ class GraphConfig:
             _set(self, phase, _phase_config(getattr(self, phase), phase))
         _set(self, "startup", Startup.parse(self.startup, "startup"))
         _set(self, "capture_device", CaptureDevice.parse(self.capture_device, "capture_device"))
-        _set(self, "cache_dir", check_directory(self.cache_dir, "cache_dir"))
+        _set(self, "cache_dir", check_path(self.cache_dir, "cache_dir", "a directory"))
         check_size(self.torch_compile_max_bs, "torch_compile_max_bs")
         _set(self, "fused_ops", check_fused_ops(self.fused_ops, "fused_ops"))
-        for name in ("enable_torch_compile", "evaluate_guards", "debug_captures"):
+        budget_ms = check_seconds(self.promotion_budget_ms, "promotion_budget_ms", unit="milliseconds")
+        _set(self, "promotion_budget_ms", budget_ms)
+        check_count(self.compile_workers, "compile_workers")
+        _set(self, "compile_timeout_s", check_seconds(self.compile_timeout_s, "compile_timeout_s"))
+        _set(self, "manifest", check_path(self.manifest, "manifest", "a file"))
+        _set(self, "startup_budget", check_seconds(self.startup_budget, "startup_budget"))
+        for name in ("enable_torch_compile", "evaluate_guards", "debug_captures", "emulate_precision_casts"):
             check_flag(getattr(self, name), name)
+        if self.evaluate_guards and any(self.startup_of(phase) is Startup.TIERED for phase in Phase):
+            raise ConfigError(
+                "startup: expected eager or lazy under evaluate_guards, since guards are of a trace in the step's own "
+                "thread, got tiered; drop one of the two"
+            )
         budget = check_num_bytes(self.cuda_graph_memory_budget, "cuda_graph_memory_budget")
         _set(self, "cuda_graph_memory_budget", budget)
         if self.max_captures is not None:
@@ -226,6 +294,11 @@ class GraphConfig:
     def phase(self, phase: Phase | str) -> PhaseConfig:
         """The config of one phase."""
         return self.prefill if Phase.parse(phase, "phase") is Phase.PREFILL else self.decode
+
+    def startup_of(self, phase: Phase | str) -> Startup:
+        """The startup policy of one phase: its own, or that of both."""
+        own = self.phase(phase).startup
+        return own if own is not None else self.startup
 
     def with_phase(self, phase: Phase | str, **changes: Any) -> GraphConfig:
         """A copy in which fields of one phase are replaced."""

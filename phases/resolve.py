@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, fields, replace
 
 from ..errors import NotAvailableError
-from .choices import Backend, CaptureDevice, Choice, Compiler, Phase, Startup, in_words
+from .choices import Backend, CaptureDevice, Choice, Compiler, Phase, in_words
 from .config import GraphConfig, PhaseConfig
 from .ladder import BucketLadder
 
@@ -18,7 +18,6 @@ _STAND_IN = "the tape stands in for a GPU: it checks what a capture would do, an
 # The only place that knows: whoever builds a feature deletes its lines.
 NOT_BUILT: frozenset[tuple[str, object]] = frozenset(
     {
-        ("startup", Startup.TIERED),
         ("cache_dir", ANY),
         ("enable_torch_compile", True),
     }

@@ -59,15 +59,28 @@ def check_share(value: object, where: str) -> float | None:
     return float(value)
 
 
-def check_directory(value: object, where: str) -> str | None:
-    """Raises: ConfigError unless `value` is None or a path, as text or path object."""
+def check_seconds(value: object, where: str, *, unit: str = "seconds") -> float:
+    """Raises: ConfigError unless `value` is a finite number, 0 or more; as a float."""
+    # A NaN fails the comparison, as it should.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+        raise ConfigError(f"{where}: expected a number of {unit}, 0 or more, got {short_repr(value)}; use 0 for none")
+    return float(value)
+
+
+def check_count(value: object, where: str) -> int:
+    """Raises: ConfigError unless `value` is an integer, 0 or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(f"{where}: expected an integer, 0 or more, got {short_repr(value)}; use 0 for none")
+    return value
+
+
+def check_path(value: object, where: str, what: str) -> str | None:
+    """Raises: ConfigError unless `value` is None or a path, as text or path object; `what`: "a directory"."""
     if value is None:
         return None
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(path, str) or not path:
-        raise ConfigError(
-            f"{where}: expected the path of a directory, got {short_repr(value)}; name one or leave it out"
-        )
+        raise ConfigError(f"{where}: expected the path of {what}, got {short_repr(value)}; name one or leave it out")
     return path
 
 

@@ -87,6 +87,8 @@ class Slot:
     address_key: AddressKey = ()
     attributes: Mapping[str, Any] | None = None
     """The debug mode: plain attributes of the model's modules that it has frozen."""
+    waits: bool = False
+    """Whether it can be captured, and waits for a boundary between two steps."""
     refused: str | None = None
     """Why there will be no capture any more."""
     num_bytes: int = 0
@@ -164,5 +166,5 @@ class Slot:
 
     def refuse(self, reason: str) -> None:
         """There will be no capture; lets go of what one would be made of."""
-        self.refused = reason
+        self.refused, self.waits = reason, False
         self.work = self.observed = self.context = None

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 
 from ..graphs.buffers import Buffers, StaticInputs
 from ..graphs.inputs import TOKENS, InputContract, Signature
-from ..phases import GraphConfig, Phase
+from ..phases import Backend, GraphConfig, Phase
 from .capture_slot import Slot, Step, Table
 from .entries import Entry
+from .programs import AnyProgram
 from .static_context import StaticContext
 
 MAX_SLOTS = 4
@@ -61,7 +62,7 @@ class CaptureSlots:
         slot = self._slots.get(key)
         if slot is not None:
             return slot
-        slot = Slot(step.entry, self._config.phase(step.entry.phase).backend)
+        slot = Slot(step.entry, _backend(self._config.phase(step.entry.phase).backend, step.program))
         if not self._has_slot(step.entry):
             slot.refused = "too many sizes of the dims beside tokens: not captured"
             return slot
@@ -73,6 +74,12 @@ class CaptureSlots:
     def of_entry(self, entry: Entry) -> list[Slot]:
         """The slots of an entry."""
         return [slot for (known, _), slot in list(self._slots.items()) if known is entry]
+
+    def drop(self, entry: Entry) -> None:
+        """Forgets the slots of an entry in whose place another one came."""
+        for slot in self.of_entry(entry):
+            self._forget(slot)
+        self._slots = {key: slot for key, slot in self._slots.items() if slot.entry is not entry}
 
     def _has_slot(self, entry: Entry) -> bool:
         """Whether there is a place for yet another capture of an entry; one that nobody uses any more makes it."""
@@ -112,6 +119,11 @@ class CaptureSlots:
         """Lets go of all."""
         self._slots.clear()
         self._tables.clear()
+
+
+def _backend(configured: Backend, program: AnyProgram) -> Backend:
+    """How a program is captured: the eager forward has no pieces, and is cut at the split ops without a trace."""
+    return Backend.BREAKABLE if configured is Backend.TC_PIECEWISE and program.kind == "eager" else configured
 
 
 def _key(step: Step) -> tuple[Entry, frozenset[tuple[str, int]]]:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -69,8 +69,17 @@ class Captures:
         context_sizes: Mapping[str, int],
         bindings: ModelBindings,
         reader: LayoutReader | None,
+        deferring: Set[Phase] = frozenset(),
     ) -> None:
-        """`reader` reads the layouts of steps; without one, each step goes through all checks."""
+        """Makes no capture yet.
+
+        Args:
+            reader: reads the layouts of steps; without one, each step goes through all checks.
+            deferring: phases whose captures wait until `capture_waiting` makes them, outside of a step.
+        """
+        self._deferring = deferring
+        self.on_waiting: Callable[[], None] = lambda: None
+        """Called when a step has left something to be captured."""
         self.plans = StepPlans(reader, outputs) if reader is not None else None
         self._model = model
         self._bindings = bindings
@@ -149,7 +158,7 @@ class Captures:
             )
             if self.plans is not None and step.known is not None and self.plans.came_before(step.known) and is_replay:
                 self.plans.add(step.known, step, slot, table, tensors, context)
-            if self._room.wants_compaction():
+            if not self._deferring and self._room.wants_compaction():
                 self._compact(recorder)
             if is_padding:
                 return None
@@ -186,12 +195,37 @@ class Captures:
             plan.count()
             self.plans.num_steps += 1
             result = plan.result(self._outputs, copy=copy)
-            if self._room.wants_compaction():
+            if not self._deferring and self._room.wants_compaction():
                 self._compact(step.recorder)
             return result
 
+    @property
+    def waiting(self) -> list[Slot]:
+        """What can be captured, and waits for a boundary."""
+        return [slot for slot in self._slots if slot.waits and slot.refused is None]
+
+    def capture_waiting(self, slot: Slot, recorder: Recorder) -> bool:
+        """Captures what a step has left for a boundary; whether that went well. Nothing of the model runs."""
+        with self._lock, self._device.exclusive():
+            if self._closed or not slot.waits or slot.work is None:
+                slot.waits = False
+                return False
+            if under_ambient_state(slot.entry.signature) != slot.entry.signature:
+                return False  # under the settings of torch of this thread it would be another one
+            slot.waits = False
+            self._room.make_room(slot, recorder)
+            with torch.inference_mode(), use_context(slot.context), inside_step():
+                return self._capture_and_settle(slot, recorder)
+
+    def drop(self, entry: Entry) -> None:
+        """Releases the captures of an entry in whose place another one came."""
+        with self._lock:
+            self._slots.drop(entry)
+
     def wants_largest(self, entry: Entry) -> bool:
         """Whether the largest bucket of the entry's phase and inputs is to be captured before the entry."""
+        if entry.phase in self._deferring:
+            return False
         known = self._slots.has_made_table(entry)
         return self._device.wants_largest_first and not known and self._slots.has_table(entry)
 
@@ -213,6 +247,12 @@ class Captures:
         """Makes every capture again in a new pool, the largest bucket first, and gives the old one back."""
         with self._lock, self._device.exclusive():
             if not self._closed:
+                self._compact(recorder)
+
+    def compact_if_it_pays(self, recorder: Recorder) -> None:
+        """What steps do now and then, where captures are deferred: it takes as long as all captures together."""
+        with self._lock, self._device.exclusive():
+            if not self._closed and self._room.wants_compaction(now=True):
                 self._compact(recorder)
 
     def close(self) -> None:
@@ -316,12 +356,22 @@ class Captures:
             step.recorder.fallback(reasons[0])
             return outputs, observed.structure
         structure = observed.structure
+        if step.entry.phase in self._deferring and step.recorder.scope.in_step:
+            slot.waits = True
+            self.on_waiting()
+            return outputs, structure
         self._room.make_room(slot, step.recorder)
-        if self._capture(slot, step.recorder):
-            self._room.settle(slot, step.recorder)
-            if self._room.wants_compaction(now=True):
-                self._compact(step.recorder)
+        self._capture_and_settle(slot, step.recorder)
         return outputs, structure
+
+    def _capture_and_settle(self, slot: Slot, recorder: Recorder) -> bool:
+        """Makes the capture, and keeps to the budget; whether there is one then."""
+        if not self._capture(slot, recorder):
+            return False
+        self._room.settle(slot, recorder)
+        if not self._deferring and self._room.wants_compaction(now=True):
+            self._compact(recorder)
+        return slot.capture is not None
 
     def _work(self, slot: Slot, table: Table, step: Step, tensors: Mapping[str, torch.Tensor], context: object) -> Work:
         if isinstance(step.program, EagerProgram):

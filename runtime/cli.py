@@ -1,4 +1,4 @@
-"""The command `piecework`: generate, bench startup, ops, explain.
+"""The command `piecework`: generate, bench startup, ops, explain, prewarm.
 
 torch is imported when a command needs it, so that `--help` and wrong flags answer at once.
 """
@@ -72,6 +72,11 @@ def make_parser() -> argparse.ArgumentParser:
     _add_engine_flags(explain, default=DEFAULT_MODEL)
     explain.add_argument("--dump", metavar="DIR", help="write the split graph to DIR, as Python to read and to run")
     add_graph_flags(explain)
+
+    text = "build ahead of time what --manifest says will come, and serve nothing; --startup-budget limits the seconds"
+    prewarm = _command(commands, "prewarm", _prewarm, text)
+    _add_engine_flags(prewarm, default=DEFAULT_MODEL)
+    add_graph_flags(prewarm)
     return parser
 
 
@@ -281,6 +286,22 @@ def _explain(arguments: argparse.Namespace) -> int:
         if dumped is not None:
             print(f"dump: {dumped}")
     return 0
+
+
+def _prewarm(arguments: argparse.Namespace) -> int:
+    """1 when nothing was covered."""
+    from .prewarm import load_manifest, prewarm, prewarming_config
+
+    config = graph_config_from_args(arguments)
+    manifest = load_manifest(config.manifest)
+    with _engine(arguments, prewarming_config(config)) as engine:
+        report = prewarm(engine.runtime, manifest, path=str(config.manifest), budget_s=config.startup_budget)
+        model = str(engine.directory)
+    if arguments.json:
+        print_json({"model": model, "manifest": config.manifest, **report.as_dict()})
+    else:
+        print(report)
+    return 0 if report.covered else 1
 
 
 def _traces(config: GraphConfig, phase: Phase) -> bool:

@@ -1,4 +1,4 @@
-"""`make demo`: text from the default model through the lazy runtime, then what eager and lazy startup cost."""
+"""`make demo`: text from the default model through the lazy runtime, then what eager, lazy and tiered startup cost."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from . import cli
 from .console import exit_code
 
 PROMPTS = ("Early in the morning", "In the evening,", "They walked")
+PAGE = "piecework-startup.html"
+"""What the comparison leaves in the current directory, unless told otherwise."""
 LENGTH = ("--max-new-tokens", "32")
 BUCKETS = ("--cuda-graph-bs-prefill", "16", "64", "--cuda-graph-bs-decode", "1", "4")
 
@@ -28,11 +30,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--compiler", choices=("inductor", "aot_eager"), help="what compiles a piece (default: inductor where it works)"
     )
     parser.add_argument("--json", metavar="FILE", help="write the numbers of the comparison to FILE")
+    parser.add_argument("--html", metavar="FILE", default=PAGE, help=f"the page of the comparison (default: {PAGE})")
+    parser.add_argument("--trace", metavar="FILE", help="write the timelines to FILE, for https://ui.perfetto.dev")
+    parser.add_argument(
+        "--duration", default="20", metavar="S", help="seconds in which the comparison's requests arrive (default: 20)"
+    )
     arguments = parser.parse_args(argv)
-    return exit_code(lambda: _demo(arguments.compiler, arguments.json))
+    return exit_code(lambda: _demo(arguments))
 
 
-def _demo(compiler: str | None, json_file: str | None) -> int:
+def _demo(arguments: argparse.Namespace) -> int:
+    compiler: str | None = arguments.compiler
     missing = _missing_for_inductor() if compiler is None else None
     if missing is not None:
         _say(f"Inductor cannot build here: {missing}. Using aot_eager, which generates no code.\n")
@@ -46,8 +54,13 @@ def _demo(compiler: str | None, json_file: str | None) -> int:
         if code != 0:
             return code
         _say("")
-        json_flag = ("--json", json_file) if json_file is not None else ()
-        return _command("bench", "startup", "--model", model, *compiler_flag, *json_flag)
+        files = {"--html": arguments.html, "--json": arguments.json, "--trace": arguments.trace}
+        flags = [word for flag, file in files.items() if file is not None for word in (flag, file)]
+        flags += ["--duration", arguments.duration]
+        code = _command("bench", "startup", "--model", model, *compiler_flag, *flags)
+        if code == 0:
+            _say(f"\nThe timelines, to look at in a browser: {Path(arguments.html).absolute()}")
+        return code
 
 
 @contextlib.contextmanager

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from ..graphs.inputs import Signature
+from ..graphs.program import ProgramKind
 from ..phases import Phase
 from .programs import AnyProgram, ProgramFamily
 
@@ -34,6 +36,19 @@ class Entry:
     """Inputs that its program was seen to write, where no trace says so."""
     was_watched: bool = False
     """Whether a padded run of it was looked at for that."""
+    source: ProgramFamily | None = None
+    """Where a better program will come from; None: this is the best there will be."""
+    target: ProgramKind = "eager"
+    """The kind of the best program that the config allows, where there is a source."""
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """The sizes by name at its first step: what a better program is traced and chosen with."""
+    given_up: str | None = None
+    """Why no better program will come, although the config allows one."""
+
+    @property
+    def is_at_best(self) -> bool:
+        """Whether its program will not be replaced by a better one."""
+        return self.source is None or self.program.kind == self.target or self.given_up is not None
 
 
 EntryKey = tuple[Phase, Signature, int | None]

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from ..errors import CompileError
 from ..graphs.addresses import ModelBindings
+from ..graphs.compilers import CompilerOptions
 from ..graphs.debug import MutationWitness
 from ..graphs.inputs import TOKENS, BoundInputs, InputContract, Signature
 from ..graphs.outputs import OutputContract
 from ..graphs.piece import CompiledPieces
+from ..graphs.program import ProgramKind
 from ..ops.fused_choice import Choice as FusedChoice
 from ..phases import Backend, Compiler, Phase, PhaseConfig, Resolved
 from .entries import Entry, EntryKey
 from .events import Recorder, Scope
 from .forward import ForwardParameters, training_modules
 from .portability import BoundProgram
-from .programs import AnyProgram, EagerProgram, ProgramFamily
+from .programs import AnyProgram, Choice, EagerProgram, ProgramFamily
+from .startup import StartupPolicy
 
 MAX_SIGNATURES = 8
 """Sets of inputs that a runtime traces for; a call with yet another one runs eagerly."""
+_TOO_MANY = f"more than {MAX_SIGNATURES} sets of inputs: eager"
 
 
 def is_traced(config: PhaseConfig) -> bool:
@@ -39,7 +44,9 @@ def is_captured(config: PhaseConfig) -> bool:
 class EntryTable:
     """Makes entries, and is the only place where programs are traced and compiled.
 
-    Looking up needs no lock: entries and programs are only ever added, each when it is whole.
+    Looking up needs no lock: entries and programs are only ever added or put in the place of another one, each when it
+    is whole. There are two locks, so that a step under `tiered` never waits for a compile: `lock` is held for as long
+    as something is built, `_opening` for what takes no time.
     """
 
     def __init__(
@@ -56,11 +63,20 @@ class EntryTable:
         bindings: ModelBindings,
         recorder: Recorder,
     ) -> None:
+        self.policies: Mapping[Phase, StartupPolicy] = {}
+        """Set before the first step."""
+        self.starts_at_eager = False
+        """Whether `open` takes the eager forward also where a better program exists: ranks promote together."""
         self.entries: dict[EntryKey, Entry] = {}
         self.families: dict[tuple[Signature, Compiler], ProgramFamily] = {}
         self.compiled: CompiledPieces = {}
         self.lock = threading.RLock()
         """Held while anything is built."""
+        self._opening = threading.RLock()
+        self.on_replaced: Callable[[Entry], None] = lambda entry: None
+        """Called with an entry in whose place another one came."""
+        self.on_missed: Callable[[Phase, int], None] = lambda phase, num_tokens: None
+        """Called with the size of each step that no bucket takes."""
         self._model = model
         self._config = resolved.config
         self._resolved = resolved
@@ -84,7 +100,11 @@ class EntryTable:
         """The entry for a step, the program that runs, and the sizes it runs at."""
         num_tokens = bound.num_tokens
         bucket, why = self._resolved.ladders[phase].choose(num_tokens, self._config.phase(phase).max_padding_waste)
-        entry = self.entries.get((phase, bound.signature, bucket)) or self.build(phase, bound, bucket, in_step=True)
+        if bucket is None:
+            self.on_missed(phase, num_tokens)
+        entry = self.entries.get((phase, bound.signature, bucket))
+        if entry is None:
+            entry = self.policies[phase].first_entry(self, phase, bound, bucket)
         # The eager forward needs no bucket, but for a capture.
         if why is not None and (entry.family is not None or is_captured(self._config.phase(phase))):
             recorder = self._recorder.within(Scope(phase=phase, in_step=True))
@@ -104,54 +124,149 @@ class EntryTable:
             return entry, entry.program, sizes
         # The entry's program does not hold at this size: of a step without padding, or of another dim.
         recorder = self._recorder.within(Scope(phase=phase, in_step=True))
-        choice = entry.family.known(size, bound.sizes)
-        if choice is None:
-            with self.lock:
-                choice = entry.family.choose(size, bound.sizes, recorder)
+        choice = entry.family.known(size, bound.sizes) or self.policies[phase].missing(self, entry, size, bound.sizes)
         if choice.fallback is not None:
             recorder.fallback(choice.fallback, sizes=sizes)
         program = choice.program or self._eager(bound)
         return entry, program, {**sizes, TOKENS: choice.size if choice.program is not None else num_tokens}
 
+    def choose(self, entry: Entry, size: int, sizes: Mapping[str, int]) -> Choice:
+        """The program for sizes at which the entry's own does not hold, made now. Raises: as `ProgramFamily.choose`."""
+        assert entry.family is not None
+        with self.lock:
+            recorder = self._recorder.within(Scope(phase=entry.phase, in_step=True))
+            return entry.family.choose(size, sizes, recorder)
+
     def build(self, phase: Phase, bound: BoundInputs, bucket: int | None, *, in_step: bool) -> Entry:
-        """Makes the entry of a bucket: the only place where programs are traced and compiled."""
+        """Makes the entry of a bucket with the best program that the config allows, now."""
         key = (phase, bound.signature, bucket)
         with self.lock:
-            if key in self.entries:
-                return self.entries[key]
+            known = self.entries.get(key)
+            if known is not None and known.is_at_best:
+                return known
             recorder = self._recorder.within(Scope(phase=phase, bucket=bucket, in_step=in_step))
             started = time.perf_counter()
             entry = self._make_entry(phase, bound, bucket, recorder)
             entry.build_s = time.perf_counter() - started
-            self.entries[key] = entry
+            if known is None:
+                with self._opening:
+                    self.entries[key] = entry
+            else:
+                self.replace(known, entry)
             recorder.record("entry", seconds=entry.build_s, program=entry.program.kind, why=entry.why)
         return entry
 
-    def _make_entry(self, phase: Phase, bound: BoundInputs, bucket: int | None, recorder: Recorder) -> Entry:
+    def open(self, phase: Phase, bound: BoundInputs, bucket: int | None) -> Entry:
+        """Makes the entry of a bucket with the best program that exists; nothing is traced or compiled."""
+        key = (phase, bound.signature, bucket)
+        with self._opening:
+            if key in self.entries:
+                return self.entries[key]
+            recorder = self._recorder.within(Scope(phase=phase, bucket=bucket, in_step=True))
+            entry = self._opened(phase, bound, bucket, recorder)
+            if not self.starts_at_eager:
+                entry = self.better(entry) or entry
+            self.entries[key] = entry
+            recorder.record("entry", program=entry.program.kind, why=entry.why)
+        return entry
+
+    def _opened(self, phase: Phase, bound: BoundInputs, bucket: int | None, recorder: Recorder) -> Entry:
         config = self._config.phase(phase)
+        entry = self._eager_entry(phase, bound, bucket, recorder)
+        # Until its program is there, the eager forward is captured, also of a phase that will capture pieces.
+        entry.captures = bucket is not None and is_captured(config)
+        entry.size = bucket if entry.captures else None
+        if not is_traced(config):
+            return entry
+        entry.source = self._family(bound.signature, config.compiler, recorder)
+        if entry.source is None:
+            entry.why = _TOO_MANY
+            return entry
+        entry.target = "specialized" if self._is_specialized(entry) else "general"
+        entry.why = "eager until its program is compiled"
+        return entry
+
+    def better(self, entry: Entry, *, most: ProgramKind = "specialized") -> Entry | None:
+        """The entry that can take its place now; None: nothing better is there. Compiles nothing.
+
+        Where it turns out that nothing better will come, the entry says so from then on.
+
+        Args:
+            most: the best kind of program that is wanted.
+        """
+        family, bucket = entry.source, entry.bucket
+        if family is None or entry.is_at_best or most == "eager":
+            return None
+        size = bucket if bucket is not None else entry.sizes[TOKENS]
+        choice = family.known(size, entry.sizes)
+        if choice is None:
+            return None
+        if choice.program is None:
+            entry.given_up = choice.fallback
+            return None
+        special = None
+        if entry.target == most == "specialized":
+            special = family.known_specialized(choice.size, choice.program)
+        if special is None and entry.program.kind != "eager":
+            return None
+        return dataclasses.replace(
+            entry,
+            family=family,
+            program=special or choice.program,
+            size=choice.size if bucket is not None else None,
+            why=self._why(entry, choice, special is not None),
+            fallback=choice.fallback,
+            written_inputs=set(),
+            was_watched=False,
+        )
+
+    def replace(self, old: Entry, new: Entry) -> bool:
+        """Puts `new` in the place of `old`, for all later steps at once; whether `old` was still there."""
+        key = (old.phase, old.signature, old.bucket)
+        with self._opening:
+            if self.entries.get(key) is not old:
+                return False
+            new.num_steps = old.num_steps
+            self.entries[key] = new
+        self.on_replaced(old)
+        return True
+
+    def _is_specialized(self, entry: Entry) -> bool:
+        specialize = self._config.phase(entry.phase).specialize
+        return entry.bucket is not None and (specialize == "all" or entry.bucket in specialize)
+
+    def _why(self, entry: Entry, choice: Choice, is_special: bool) -> str:
+        if is_special:
+            return "specialize names the bucket"
+        return choice.fallback or ("general" if entry.bucket is not None else "no bucket fits: general, unpadded")
+
+    def _eager_entry(self, phase: Phase, bound: BoundInputs, bucket: int | None, recorder: Recorder) -> Entry:
         names = [*(name for name, *_ in bound.signature.tensors), *dict(bound.signature.constants)]
         self._parameters.check_inputs(names)
         if not self.entries and (text := training_modules(self._model)) is not None:
             recorder.warn(text)
-        eager = self._eager(bound)
-        why = "compiler eager" + ("; specialize has no effect" if config.specialize else "")
-        entry = Entry(
+        return Entry(
             phase=phase,
             signature=bound.signature,
             bucket=bucket,
             family=None,
-            program=eager,
+            program=self._eager(bound),
             size=None,
-            why=why,
+            why="compiler eager" + ("; specialize has no effect" if self._config.phase(phase).specialize else ""),
             build_s=0,
+            sizes=dict(bound.sizes),
         )
-        if not is_traced(self._config.phase(phase)):
-            if bucket is not None and is_captured(self._config.phase(phase)):
+
+    def _make_entry(self, phase: Phase, bound: BoundInputs, bucket: int | None, recorder: Recorder) -> Entry:
+        config = self._config.phase(phase)
+        entry = self._eager_entry(phase, bound, bucket, recorder)
+        if not is_traced(config):
+            if bucket is not None and is_captured(config):
                 entry.captures, entry.size = True, bucket
             return entry
         family = self._family(bound.signature, config.compiler, recorder)
         if family is None:
-            entry.why = f"more than {MAX_SIGNATURES} sets of inputs: eager"
+            entry.why = _TOO_MANY
             return entry
         size = bucket if bucket is not None else bound.num_tokens
         choice = family.choose(size, bound.sizes, recorder)
@@ -160,13 +275,13 @@ class EntryTable:
             entry.why = choice.fallback or entry.why
             return entry
         entry.program, entry.size = choice.program, choice.size if bucket is not None else None
-        entry.captures = bucket is not None and is_captured(self._config.phase(phase))
+        entry.captures = bucket is not None and is_captured(config)
         entry.fallback = choice.fallback
-        entry.why = choice.fallback or ("general" if bucket is not None else "no bucket fits: general, unpadded")
-        if bucket is not None and (config.specialize == "all" or bucket in config.specialize):
+        entry.why = self._why(entry, choice, is_special=False)
+        if self._is_specialized(entry):
             try:
                 entry.program = family.specialized(choice.size, choice.program, recorder)
-                entry.why = "specialize names the bucket"
+                entry.why = self._why(entry, choice, is_special=True)
             except CompileError as error:
                 # The general program is right for this bucket too; the entry is not built again.
                 entry.why = f"specialising failed, general instead: {error}"
@@ -177,9 +292,10 @@ class EntryTable:
         return EagerProgram(self._model, bound.signature.constants, self._fused[Compiler.EAGER], self._bindings)
 
     def _family(self, signature: Signature, compiler: Compiler, recorder: Recorder) -> ProgramFamily | None:
-        family = self.families.get((signature, compiler))
-        if family is not None:
-            return family
+        with self._opening:
+            return self.families.get((signature, compiler)) or self._new_family(signature, compiler, recorder)
+
+    def _new_family(self, signature: Signature, compiler: Compiler, recorder: Recorder) -> ProgramFamily | None:
         others = [known for known, used in self.families if used is compiler]
         if len(others) >= MAX_SIGNATURES:
             recorder.fallback("too many different sets of inputs: eager", inputs=str(signature), first=str(others[0]))
@@ -202,6 +318,7 @@ class EntryTable:
             self.compiled,
             self._witness,
             ready,
+            CompilerOptions(emulate_precision_casts=self._config.emulate_precision_casts),
         )
         self.families[signature, compiler] = family
         return family

@@ -34,6 +34,11 @@ COUNTERS = (
     "cache_misses",
     "entries",
     "steps",
+    "boundary_overruns",
+    "startup_budget_hits",
+    "worker_jobs",
+    "workers_lost",
+    "jit_after_ready",
 )
 """Names of the integer counters; `as_dict` adds `fallbacks`, `warnings` and `in_step_seconds`."""
 
@@ -45,6 +50,10 @@ _COUNTED = {
     "entry": "entries",
     "capture": "captures",
     "evict": "evictions",
+    "promote": "promotions",
+    "worker_job": "worker_jobs",
+    "worker_lost": "workers_lost",
+    "jit": "jit_after_ready",
 }
 """Event kind -> the counter it increments."""
 

@@ -39,6 +39,7 @@ def explain(
     witness: MutationWitness | None,
     fused: Mapping[Phase, FusedChoice],
     captures: Captures | None,
+    settled: bool,
 ) -> Explanation:
     """Collects what a runtime decided so far."""
     return Explanation(
@@ -46,6 +47,7 @@ def explain(
             "phases": {str(phase): _phase(resolved, phase) for phase in Phase},
             "fused_ops": {str(phase): {op.name: dataclasses.asdict(op) for op in fused[phase].ops} for phase in Phase},
             "startup": str(resolved.config.startup),
+            "settled": settled,
             "reasons": list(resolved.reasons),
             "traces": [_trace(program, family) for family in families for program in family.general],
             "entries": [entry_data(entry, captures) for entry in entries],
@@ -64,6 +66,7 @@ def _phase(resolved: Resolved, phase: Phase) -> dict[str, Any]:
         "compiler": str(config.compiler),
         "buckets": list(resolved.ladders[phase].buckets),
         "specialize": config.specialize if isinstance(config.specialize, str) else list(config.specialize),
+        "startup": str(resolved.config.startup_of(phase)),
     }
 
 
@@ -105,6 +108,8 @@ def entry_data(entry: Entry, captures: Captures | None = None) -> dict[str, Any]
         "program": entry.program.kind,
         "runs_at": entry.size,
         "why": entry.why,
+        "target": entry.target if entry.source is not None else entry.program.kind,
+        "given_up": entry.given_up,
         "steps": entry.num_steps,
         "build_s": entry.build_s,
         "captured": bool(made),
@@ -122,6 +127,20 @@ def _count(number: int, what: str) -> str:
 
 def _sizes(intervals: dict[str, str]) -> str:
     return " and ".join(f"{interval} {name}" for name, interval in intervals.items()) or "any size"
+
+
+def _startups(phases: dict[str, Any]) -> list[str]:
+    """The policy, with the phases where they have different ones."""
+    policies = {name: phase["startup"] for name, phase in phases.items()}
+    if len(set(policies.values())) == 1:
+        return [next(iter(policies.values()))]
+    return [f"{policy} in {name}" for name, policy in policies.items()]
+
+
+def _why(entry: dict[str, Any]) -> str:
+    """Why an entry runs what it runs, and what will or will not come."""
+    parts = [entry["why"], entry["not_captured"], entry["given_up"]]
+    return "; ".join(part for part in parts if part is not None)
 
 
 def _fused_lines(phases: dict[str, Any]) -> Iterator[str]:
@@ -143,7 +162,7 @@ def _lines(data: dict[str, Any]) -> Iterator[str]:
         yield f"{name}: backend {phase['backend']}, compiler {phase['compiler']}, " + (
             f"{_count(len(phase['buckets']), 'bucket')} {phase['buckets'][0]} to {phase['buckets'][-1]}"
         )
-    yield f"startup: {data['startup']}"
+    yield "startup: " + " and ".join(_startups(data["phases"]))
     yield from (f"  {reason}" for reason in data["reasons"])
     yield from _fused_lines(data["fused_ops"])
     for trace in data["traces"]:
@@ -176,8 +195,8 @@ def _lines(data: dict[str, Any]) -> Iterator[str]:
         captured = ["-"] * 3
         if e["captured"]:
             captured = [f"{e['capture_s']:.3f}", str(e["segments"]), f"{e['bytes'] / 2**20:.1f}"]
-        why = f"{e['why']}; {e['not_captured']}" if e["not_captured"] is not None else e["why"]
-        rows.append((e["phase"], bucket, e["program"], size, str(e["steps"]), f"{e['build_s']:.2f}", *captured, why))
+        cells = (e["phase"], bucket, e["program"], size, str(e["steps"]), f"{e['build_s']:.2f}", *captured, _why(e))
+        rows.append(cells)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -14,14 +14,15 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from ..errors import CompileError, InputError, RecompileError, TraceError
 from ..graphs.addresses import ModelBindings
 from ..graphs.bindings import Bindings
+from ..graphs.compilers import DEFAULT_OPTIONS, CompilerOptions
 from ..graphs.debug import MutationWitness
 from ..graphs.dynamo import COMPILE_LOCK
 from ..graphs.inputs import TOKENS, BoundInputs, Constant, InputContract, Signature
 from ..graphs.outputs import OutputContract, Rows, map_leaves
 from ..graphs.piece import CompiledPieces
 from ..graphs.program import Hook, Program, ProgramKind, SizesByName, TensorsByName
-from ..graphs.region import reuse_is_supported
-from ..graphs.rows import check_token_rows, written_from_tokens
+from ..graphs.remarks import Remark, remarks_on
+from ..graphs.rows import check_token_rows
 from ..graphs.stitched import PiecewiseGraph
 from ..graphs.trace import OutputRef, trace
 from ..ops import registry
@@ -133,6 +134,39 @@ Sizes = frozenset[tuple[str, int]]
 """Sizes by name, as a key."""
 
 
+class Builder(Protocol):
+    """Does elsewhere what takes long: traces and compiles of a family, in other processes."""
+
+    def trace(
+        self, family: ProgramFamily, sizes: Mapping[str, int], recorder: Recorder, *, backed: bool
+    ) -> PiecewiseGraph | None:
+        """A graph of the family's model, traced elsewhere; None: trace it here."""
+
+    def precompile(self, family: ProgramFamily, graph: PiecewiseGraph, bucket: int | None, recorder: Recorder) -> None:
+        """Puts what was compiled elsewhere into `family.compiled`; what is then missing is compiled here."""
+
+    def call_first(self, family: ProgramFamily, program: Program, recorder: Recorder) -> None:
+        """Makes a new program's first call, before a step can find it."""
+
+
+class _Here:
+    """The builder of steps that wait: everything in this thread."""
+
+    def trace(
+        self, family: ProgramFamily, sizes: Mapping[str, int], recorder: Recorder, *, backed: bool
+    ) -> PiecewiseGraph | None:
+        return None
+
+    def precompile(self, family: ProgramFamily, graph: PiecewiseGraph, bucket: int | None, recorder: Recorder) -> None:
+        pass
+
+    def call_first(self, family: ProgramFamily, program: Program, recorder: Recorder) -> None:
+        pass
+
+
+HERE: Builder = _Here()
+
+
 class ProgramFamily:
     """Every program of one signature and compiler. The caller holds the runtime's build lock."""
 
@@ -147,6 +181,7 @@ class ProgramFamily:
         compiled: CompiledPieces,
         witness: MutationWitness | None,
         ready: Sequence[PiecewiseGraph] = (),
+        options: CompilerOptions = DEFAULT_OPTIONS,
     ) -> None:
         self.signature = signature
         self.compiler = compiler
@@ -157,15 +192,17 @@ class ProgramFamily:
         self._model = model
         self._contract = contract
         self._outputs = outputs
-        self._compiled = compiled
+        self.compiled = compiled
+        """What was compiled so far, of all families of the runtime."""
         self._witness = witness
+        self._options = options
         self._ready = [*ready]
         """Graphs that need no trace, of which no program has been made yet."""
         self._specialized: dict[tuple[int, Program], Program] = {}
         self._hopeless: set[Sizes] = set()
         self._failures: dict[Sizes, TraceError | CompileError | InputError] = {}
 
-    def choose(self, size: int, sizes: Mapping[str, int], recorder: Recorder) -> Choice:
+    def choose(self, size: int, sizes: Mapping[str, int], recorder: Recorder, builder: Builder = HERE) -> Choice:
         """The general program valid at `size` tokens, traced and compiled now if there is none.
 
         A backed trace starts at 2, since torch takes 0 and 1 for constants: a smaller size is padded up to 2. Any
@@ -179,7 +216,7 @@ class ProgramFamily:
         sizes = {**sizes, TOKENS: size}
         known = self.known(size, sizes)
         if known is None:
-            self._take_ready(sizes, recorder)
+            self._take_ready(sizes, recorder, builder)
             known = self.known(size, sizes)
         if known is not None:
             return known
@@ -187,7 +224,9 @@ class ProgramFamily:
         self._raise_known_failure(key)
         another = bool(self.general)
         try:
-            self.general.append(self._trace(sizes, recorder))
+            program = self._trace(sizes, recorder, builder)
+            builder.call_first(self, program, recorder)
+            self.general.append(program)
         except (TraceError, CompileError, InputError) as error:
             self._failures[key] = error
             raise
@@ -232,11 +271,17 @@ class ProgramFamily:
         if len(self._failures) >= MAX_TRACES:
             raise next(reversed(self._failures.values()))
 
-    def specialized(self, bucket: int, general: Program, recorder: Recorder) -> Program:
+    def known_specialized(self, bucket: int, general: Program) -> Program | None:
+        """What `specialized` returns when nothing has to be made for it, else None. Needs no lock."""
+        return self._specialized.get((bucket, general))
+
+    def specialized(self, bucket: int, general: Program, recorder: Recorder, builder: Builder = HERE) -> Program:
         """The program for exactly `bucket` tokens, compiled now if there is none. Raises: CompileError."""
         key = (bucket, general)
         if key not in self._specialized:
-            program = general.graph.compile_specialized(bucket, self.compiler, self._compiled, recorder)
+            builder.precompile(self, general.graph, bucket, recorder)
+            program = general.graph.compile_specialized(bucket, self.compiler, self.compiled, recorder, self._options)
+            builder.call_first(self, program, recorder)
             self._specialized[key] = self._prepare(program)
         return self._specialized[key]
 
@@ -247,27 +292,39 @@ class ProgramFamily:
             if all(sizes[name] in interval for name, interval in graph.traced.intervals.items())
         ]
 
-    def _take_ready(self, sizes: Mapping[str, int], recorder: Recorder) -> None:
+    def _take_ready(self, sizes: Mapping[str, int], recorder: Recorder, builder: Builder) -> None:
         """Compiles the graphs that came from another process and hold at these sizes. Raises: CompileError."""
         for graph in self._ready_for(sizes):
             check_token_rows(graph.reduced, self._outputs)
             started = time.perf_counter()
             self._count(graph, recorder)
-            self.general.append(self._prepare(graph.compile_general(self.compiler, self._compiled, recorder)))
+            builder.precompile(self, graph, None, recorder)
+            program = self._prepare(graph.compile_general(self.compiler, self.compiled, recorder, self._options))
+            builder.call_first(self, program, recorder)
+            self.general.append(program)
             self._ready = [other for other in self._ready if other is not graph]
             recorder.record("bind", seconds=time.perf_counter() - started, interval=str(graph.traced.interval))
 
-    def _trace(self, sizes: Mapping[str, int], recorder: Recorder, *, backed: bool = False) -> Program:
-        graph = self._trace_graph(sizes, recorder, backed)
+    def _trace(
+        self, sizes: Mapping[str, int], recorder: Recorder, builder: Builder, *, backed: bool = False
+    ) -> Program:
+        graph = builder.trace(self, sizes, recorder, backed=backed)
+        if graph is None:
+            graph = self._trace_graph(sizes, recorder, backed)
+        else:
+            check_token_rows(graph.reduced, self._outputs)
+            self._count(graph, recorder)
         try:
-            return self._prepare(graph.compile_general(self.compiler, self._compiled, recorder))
+            builder.precompile(self, graph, None, recorder)
+            return self._prepare(graph.compile_general(self.compiler, self.compiled, recorder, self._options))
         except CompileError as error:
             if graph.traced.mode == "backed" or not _needs_sizes(error):
                 raise
             recorder.fallback(
-                "the compiler decides on a size: traced backed", because=str(error.__cause__).strip().partition("\n")[0]
+                "the compiler decides on a size: traced backed",
+                because=str(error.__cause__ or error).strip().partition("\n")[0],
             )
-            return self._trace(sizes, recorder, backed=True)
+            return self._trace(sizes, recorder, builder, backed=True)
 
     def _trace_graph(self, sizes: Mapping[str, int], recorder: Recorder, backed: bool) -> PiecewiseGraph:
         registry.load_entry_points()
@@ -289,19 +346,7 @@ class ProgramFamily:
             kernels=dict(self.fused.kernels),
         )
         recorder.counters.add("regions_reused", traced.regions_reused, recorder.scope)
-        if traced.regions_failure is not None and reuse_is_supported():
-            recorder.fallback("repeated layers were traced one by one", because=traced.regions_failure)
-        elif traced.regions_failure is not None:
-            recorder.warn(f"repeated layers were traced one by one: {traced.regions_failure}")
-        if names := written_from_tokens(traced, self._contract):
-            recorder.warn(
-                f"the forward writes what it computes from the tokens into {', '.join(names)}: padded rows too; "
-                f"write it in a split op, which knows them from its context"
-            )
-        if traced.changed:
-            recorder.warn(f"the forward changes {', '.join(traced.changed)}: once, at the trace, and not on each step")
-        if traced.unbacked_failure is not None:
-            recorder.fallback("the model decides on a size: traced backed", because=traced.unbacked_failure)
+        record_remarks(remarks_on(traced, self._contract), recorder)
         self._count(graph, recorder)
         return graph
 
@@ -317,8 +362,22 @@ class ProgramFamily:
         return program
 
 
+def record_remarks(remarks: Sequence[Remark], recorder: Recorder) -> None:
+    """Counts and logs what is to be said of a trace."""
+    for remark in remarks:
+        if remark.because is None:
+            recorder.warn(remark.text)
+        else:
+            recorder.fallback(remark.text, because=remark.because)
+
+
+def eager_choice(size: int, why: str) -> Choice:
+    """The eager forward, and why."""
+    return Choice(program=None, size=size, fallback=why)
+
+
 def _eager(size: int) -> Choice:
-    return Choice(program=None, size=size, fallback="no trace is valid at this size: eager")
+    return eager_choice(size, "no trace is valid at this size: eager")
 
 
 def _needs_sizes(error: BaseException | None) -> bool:

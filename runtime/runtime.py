@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import ConfigError, ContextError, InputError, RuntimeClosedError
+from ..errors import ConfigError, InputError, RuntimeClosedError
 from ..graphs.addresses import ModelBindings
 from ..graphs.debug import MutationWitness
 from ..graphs.device import open_device
@@ -21,22 +21,30 @@ from ..graphs.portable import PortableProgram
 from ..ops.context import use_context
 from ..ops.fused_choice import Choice as FusedChoice
 from ..ops.fused_choice import choose
-from ..phases import Compiler, GraphConfig, Phase, resolve
+from ..phases import Compiler, GraphConfig, Phase, Startup, resolve
+from .background import Background
 from .capture_slot import NOT_CAPTURED, Step
 from .captures import Captures
 from .entries import Entry
-from .entry_table import MAX_SIGNATURES, EntryTable, is_captured, is_traced
+from .entry_table import EntryTable, is_captured, is_traced
 from .events import Counters, Event, Recorder, Scope
 from .explain import Explanation, explain
 from .forward import check_arguments, check_mapping, check_written
 from .known_layout import LayoutReader
-from .padding_step import free_sizes, step_of_padding, under_ambient_state
 from .portability import bind_programs, dump_programs, portable_programs
 from .programs import AnyProgram, check_guards
-from .startup import POLICIES
+from .promotion import Promotions
+from .remembering import Remembering
+from .startup import Eager, Lazy, StartupPolicy, Tiered
 from .static_context import check_context_sizes
 from .step import inside_step
 from .step_context import check_context, pad_context
+from .tiering import Tiering
+from .warm_up import WarmUp
+
+if TYPE_CHECKING:
+    from .building import Workers
+    from .model_factory import ModelFactory
 
 
 class Runtime:
@@ -58,6 +66,9 @@ class Runtime:
         example_context: object = None,
         context_sizes: Mapping[str, int] | None = None,
         programs: Sequence[PortableProgram] = (),
+        model_factory: ModelFactory | None = None,
+        workers: Workers | None = None,
+        process_group: Any = None,
     ) -> None:
         """Takes the model as it is; with `startup="eager"` traces, compiles and captures here.
 
@@ -75,6 +86,11 @@ class Runtime:
             context_sizes: the largest size of each name in the `slots` of a context's fields, such as
                 `{"requests": 256}`; see `context_field`. A step with more runs uncaptured.
             programs: what another process exported: bound here, they take the place of a trace for their inputs.
+            model_factory: under `tiered`: makes a model like this one in a compile worker, where it is traced beside
+                the steps; without it a thread of this process traces, and slows them down meanwhile.
+            workers: under `tiered`: compile workers that were started before, as with `start_workers`, while weights
+                were loaded; closed with the runtime.
+            process_group: of torch.distributed, under `tiered`: its ranks promote together.
 
         Raises:
             ConfigError: the config asks for something that does not exist or is not available.
@@ -106,6 +122,11 @@ class Runtime:
         self._outputs = OutputContract(output_dims)
         self._witness = MutationWitness() if self.config.evaluate_guards else None
         self._closed = False
+        deadline = time.monotonic() + self.config.startup_budget
+        self.ready = False
+        """Whether the constructor is done; of use where a server asks while another thread builds."""
+        startup_of = {phase: self.config.startup_of(phase) for phase in Phase}
+        tiered = frozenset(phase for phase in Phase if startup_of[phase] is Startup.TIERED)
         bindings = ModelBindings(model)
         self._captures: Captures | None = None
         self._layouts: LayoutReader | None = None
@@ -124,9 +145,9 @@ class Runtime:
                 context_sizes=context_sizes or {},
                 bindings=bindings,
                 reader=self._layouts,
+                deferring=tiered,
             )
         self._examples = self._contract.bind(example_inputs) if example_inputs is not None else None
-        self._example_context = example_context
         self._programs = bind_programs(programs, model, self.config)
         self._table = EntryTable(
             model,
@@ -140,7 +161,66 @@ class Runtime:
             bindings=bindings,
             recorder=self._recorder,
         )
-        POLICIES[self.config.startup].on_construct(self)
+        self._remembering = Remembering(model, self.resolved, self, self._recorder)
+        self._table.on_missed = self._remembering.missed.note
+        self._warm_up = WarmUp(
+            self.resolved,
+            self._contract,
+            self._table,
+            self._captures,
+            self._recorder,
+            examples=self._examples,
+            example_context=example_context,
+            programs=self._programs,
+        )
+        self._tiering: Tiering | None = None
+        self._workers = workers
+        policies: dict[Startup, StartupPolicy] = {Startup.LAZY: Lazy(), Startup.EAGER: Eager()}
+        if tiered:
+            self._tiering = self._make_tiering(device, model_factory, process_group)
+            policies[Startup.TIERED] = Tiered(self._tiering, self._remembering.order, deadline)
+        self._table.policies = {phase: policies[startup_of[phase]] for phase in Phase}
+        for phase in Phase:
+            self._table.policies[phase].on_construct(self, phase)
+        if self._tiering is not None and self.config.startup_budget:
+            self._tiering.settle_before_ready(deadline)
+        self._remembering.ready()
+        self.ready = True
+        self._recorder.record("ready")
+
+    def _make_tiering(self, device: torch.device, factory: ModelFactory | None, process_group: Any) -> Tiering:
+        from .agreement import agreement_of
+        from .building import WorkerBuilder, start_workers
+
+        agreement = agreement_of(process_group)
+        promotions = Promotions(self._table, self._captures, self.config, self._recorder, agreement)
+        self._table.starts_at_eager = agreement is not None
+        if self._workers is None:
+            self._workers = start_workers(self.config, device)
+        if self._workers is not None:
+            self._workers.recorder.tell(self._recorder)
+        builder = WorkerBuilder(
+            self.model,
+            self._contract,
+            self._outputs,
+            workers=self._workers,
+            factory=factory,
+            call_first=self._warm_up.call_first,
+        )
+        background = Background(
+            self._table, builder, self._recorder, on_change=promotions.look, foreseen=self._remembering.foreseen
+        )
+        if self._captures is not None:
+            self._captures.on_waiting = promotions.look
+            self._table.on_replaced = self._captures.drop
+        return Tiering(
+            self._table,
+            self._captures,
+            background,
+            promotions,
+            self._recorder,
+            warm_up=self._warm_up,
+        )
 
     def run(self, phase: Phase | str, inputs: Mapping[str, Any], context: object = None, *, copy: bool = False) -> Any:
         """Runs one step and returns the model's outputs without padded rows.
@@ -167,6 +247,8 @@ class Runtime:
         """
         if self._closed:
             raise RuntimeClosedError("run: this Runtime was closed; make a new one")
+        if self._tiering is not None and self._tiering.promotions.is_due:
+            self._tiering.before_step()
         if self.config.debug_captures:
             check_context(context)
         known = self._layouts.read(phase, inputs, context) if self._layouts is not None else None
@@ -183,7 +265,7 @@ class Runtime:
         outputs = NOT_CAPTURED
         if self._captures is not None and entry.captures and program is entry.program:
             if self._captures.wants_largest(entry):
-                self._capture_largest(self._captures, entry, bound)
+                self._warm_up.capture_largest(entry, bound)
             scope = Scope(phase=phase, bucket=entry.bucket, in_step=True)
             step = Step(entry, program, bound, sizes, context, self._recorder.within(scope), known)
             outputs = self._captures.run(step, copy=copy)
@@ -208,56 +290,47 @@ class Runtime:
                 self._contract.copy_back(name, bound.tensors[name], tensors[name])
             return self._outputs.cut(outputs, padded=size, num_tokens=bound.num_tokens, rows=program.rows)
 
-    def warm_up(self, phase: Phase | str | None = None) -> None:
-        """Does now what the startup policy would do later, for one phase or both: every bucket, and what lies above.
+    def warm_up(self, phase: Phase | str | None = None, *, buckets: Sequence[int] | None = None) -> None:
+        """Does now what the startup policy would do later, for one phase or both, and what lies above the ladder.
 
         Where the backend captures, each bucket is run once, on nothing but padding and `example_context`.
 
-        Raises: InputError when the inputs are not known yet; as `run` otherwise.
+        Args:
+            buckets: only these; None: all of the ladder.
+
+        Raises:
+            ConfigError: `buckets` has one that the phase has not.
+            InputError: the inputs are not known yet. As `run` otherwise.
         """
         for each in Phase if phase is None else (_phase(phase),):
-            if not is_traced(self.config.phase(each)) and not is_captured(self.config.phase(each)):
-                continue
-            for bound in self._known_inputs():
-                # The largest first: a pool in which it has been needs little more for the others.
-                for bucket in reversed(self.resolved.ladders[each].buckets):
-                    entry = self._table.build(each, bound, bucket, in_step=False)
-                    if self._captures is not None and entry.captures:
-                        self._capture_on_padding(self._captures, entry, bound, in_step=False)
-                above = {**bound.sizes, TOKENS: self.resolved.ladders[each].max + 1}
-                self._table.build(each, dataclasses.replace(bound, sizes=above), None, in_step=False)
+            self._warm_up.run(each, buckets)
 
-    def _capture_largest(self, captures: Captures, entry: Entry, bound: BoundInputs) -> None:
-        """Captures a phase's largest bucket before its first step, if it may be run on padding.
+    @property
+    def settled(self) -> bool:
+        """Whether every bucket that was seen runs the best program that the config allows, and nothing is going on."""
+        return self.ready and (self._tiering is None or self._tiering.is_settled)
 
-        What comes later finds room in the memory that it needed; in order of arrival each larger bucket would add its
-        own.
+    def wait_settled(self, timeout_s: float | None = None) -> bool:
+        """Promotes between two steps until everything is settled, at most so long; whether it is.
+
+        Like `promote`; with several ranks, call it on all of them.
         """
-        config, largest = self.config.phase(entry.phase), self.resolved.ladders[entry.phase].max
-        needs_compile = config.specialize == "all" or largest in config.specialize
-        if entry.bucket == largest or self._example_context is None or needs_compile:
-            return
-        try:
-            other = self._table.build(entry.phase, bound, largest, in_step=True)
-            self._capture_on_padding(captures, other, bound, in_step=True)
-        except Exception as error:  # the step itself does not need it
-            scope = Scope(phase=entry.phase, bucket=largest, in_step=True)
-            self._recorder.within(scope).fallback(f"the largest bucket could not be captured first: {error}")
+        return self._tiering is None or self._tiering.wait_settled(timeout_s)
 
-    def _capture_on_padding(self, captures: Captures, entry: Entry, bound: BoundInputs, *, in_step: bool) -> None:
-        scope = Scope(phase=entry.phase, bucket=entry.bucket, in_step=in_step)
-        padding = step_of_padding(bound, self._examples, self._contract)
-        sizes = {**padding.sizes, TOKENS: entry.size or padding.num_tokens}
-        step = Step(entry, entry.program, padding, sizes, self._example_context, self._recorder.within(scope))
-        try:
-            captures.run(step, is_padding=True)
-        except ContextError as error:
-            if self._example_context is not None:
-                raise
-            raise InputError(
-                f"warm_up: capturing runs each bucket once, and a split op asked for the step's context; pass "
-                f"example_context=... to Runtime, a context of no tokens. {error}"
-            ) from error
+    def promote(self, budget_ms: float | None = None) -> int:
+        """A step boundary that the caller makes, where it has time: returns how many promotions and captures it made.
+
+        Where `example_context` is given, buckets whose program was replaced are run on padding and captured too: what
+        earlier steps returned is not valid any more.
+
+        Args:
+            budget_ms: begins nothing more after so many milliseconds; None: everything that is there.
+        """
+        return self._tiering.between_steps(None if budget_ms is None else budget_ms / 1000) if self._tiering else 0
+
+    def manifest_data(self) -> dict[str, Any]:
+        """What came so far and what was made for it, as the manifest would have it."""
+        return self._remembering.data()
 
     def compact(self) -> None:
         """Makes every capture again, in a new pool, and gives the old pool's memory back to the device."""
@@ -295,6 +368,7 @@ class Runtime:
             witness=self._witness,
             fused={phase: self._fused[self.config.phase(phase).compiler] for phase in Phase},
             captures=self._captures,
+            settled=self.settled,
         )
 
     def dump(self, directory: str | os.PathLike[str]) -> Path:
@@ -329,6 +403,11 @@ class Runtime:
     def close(self) -> None:
         """Drops every program and capture, and gives their memory back. A later `run` raises; twice is fine."""
         self._closed = True
+        if self._workers is not None:
+            self._workers.close()
+        if self._tiering is not None:
+            self._tiering.close()
+        self._remembering.close()
         if self._captures is not None:
             self._captures.close()
         self._table.clear()
@@ -340,21 +419,6 @@ class Runtime:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-    def _known_inputs(self) -> list[BoundInputs]:
-        """Inputs to warm up with: those of earlier steps, else the examples."""
-        signatures = [family.signature for family in self._table.families.values()]
-        if self._examples is not None:
-            signatures.insert(0, self._examples.signature)
-        signatures += [program.signature for program, _ in self._programs]
-        signatures += [signature for _, signature, _ in list(self._table.entries)]
-        signatures = list(dict.fromkeys(map(under_ambient_state, signatures)))
-        if not signatures:
-            raise InputError(
-                "warm_up: the inputs are not known before the first step; pass example_inputs={name: tensor, ...} to "
-                "Runtime, or call run() first"
-            )
-        return [BoundInputs({}, signature, free_sizes(signature)) for signature in signatures[:MAX_SIGNATURES]]
 
 
 def _phase(phase: Phase | str) -> Phase:

@@ -219,11 +219,59 @@ def dispatch(result: dict[str, Any]) -> list[str]:
     return [*lines, "", about + "each with what it calls: " + " ".join(parts)]
 
 
+_STARTUP = (
+    ("ready", "ready_s", "{:.2f} s"),
+    ("first token", "first_token_s", "{:.2f} s"),
+    ("every bucket at its best", "settled_s", "{:.2f} s"),
+    ("buckets met", "buckets_met", "{}"),
+    ("longest step", "worst_step_ms", "{:,.0f} ms"),
+    ("steps over 50 ms late", "num_delayed", "{}"),
+    ("decode buckets captured by their second step", "captured_by_second", "{}"),
+    ("replays while workers compile, p50", "beside_p50", "{:.2f} x"),
+    ("replays while workers compile, p99", "beside_p99", "{:.2f} x"),
+    ("worst steady step to `eager`'s", "steady_to_eager_worst", "{:.2f} x"),
+)
+"""Rows of the startup table: title, key, how it is written."""
+
+
+def startup(result: dict[str, Any]) -> list[str]:
+    """A column a policy; below, the seconds by cause."""
+    policies = result["policies"]
+    rows = [
+        [title, *(form.format(row[key]) if row.get(key) is not None else "-" for row in policies.values())]
+        for title, key, form in _STARTUP
+    ]
+    buckets = list(dict.fromkeys(name for row in policies.values() for name in row.get("steady_ms", {})))
+    for bucket in buckets:
+        times = [row.get("steady_ms", {}).get(bucket) for row in policies.values()]
+        rows.append([f"steady step, {bucket}", *("-" if ms is None else f"{ms:.2f} ms" for ms in times)])
+    lines = markdown(["", *policies], rows)
+    for name, row in policies.items():
+        told = [
+            f"{cause} {', '.join(f'{seconds:.1f} s ({_WAITED[who]})' for who, seconds in by.items())}"
+            for cause, by in row.get("causes", {}).items()
+        ]
+        failed = f" Failed: {row['error']}." if "error" in row else ""
+        lines += ["", f"{name}: {'; '.join(told) or 'nothing recorded'}.{failed}"]
+    return [
+        *lines,
+        "",
+        f"Seconds since the start of the runtime's construction, weights on the device, caches empty, a fresh process "
+        f"each. {result['layers']} layers; decode buckets {', '.join(map(str, result['decode']))}, prefill buckets "
+        f"{', '.join(map(str, result['prefill']))}, all met in the first {result['meet_s']:.0f} s of steps; none after "
+        f"second {result['cap_s']:.0f}.",
+    ]
+
+
+_WAITED = {"before ready": "before ready", "a step": "a step waited", "nobody": "nobody waited"}
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "capture": capture,
     "decode": decode,
     "prefill": prefill,
     "dispatch": dispatch,
+    "startup": startup,
 }
 """Name of a marker, of a part of gpu_run.py and of a file gpu_NAME.json -> the table's lines."""
 

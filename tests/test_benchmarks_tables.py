@@ -125,6 +125,39 @@ def test_capture_and_dispatch_show_what_failed(tables: ModuleType, tmp_path: Pat
     assert text.count("`full`, `eager`: read layout 4.6, fill 3.8.") == 1
 
 
+def test_startup_has_a_column_a_policy_and_says_what_failed(tables: ModuleType, tmp_path: Path) -> None:
+    ours = {
+        "ready_s": 0.123,
+        "first_token_s": 0.9,
+        "settled_s": 21.5,
+        "buckets_met": "12 of 12",
+        "worst_step_ms": 1234.5,
+        "num_delayed": 1,
+        "captured_by_second": "8 of 8",
+        "beside_p50": 1.014,
+        "steady_to_eager_worst": 1.004,
+        "steady_ms": {"decode 1": 4.56},
+        "causes": {"trace": {"nobody": 4.04}, "capture": {"a step": 0.1, "before ready": 0.26}},
+    }
+    policies = {"tiered": ours, "lazy": {"error": "exit code 1: KeyError: 'x'"}}
+    sizes = {"decode": [1, 2], "prefill": [64], "meet_s": 10.0, "cap_s": 60.0}
+    write(tmp_path, "startup", {**ABOUT, **sizes, "policies": policies})
+    text = tables.rendered("startup", tmp_path)
+    for line in (
+        "|  | tiered | lazy |",
+        "| ready | 0.12 s | - |",
+        "| longest step | 1,234 ms | - |",
+        "| decode buckets captured by their second step | 8 of 8 | - |",
+        "| replays while workers compile, p50 | 1.01 x | - |",
+        "| replays while workers compile, p99 | - | - |",
+        "| steady step, decode 1 | 4.56 ms | - |",
+        "tiered: trace 4.0 s (nobody waited); capture 0.1 s (a step waited), 0.3 s (before ready).",
+        "lazy: nothing recorded. Failed: exit code 1: KeyError: 'x'.",
+    ):
+        assert text.count(f"{line}\n") == 1, line
+    assert "decode buckets 1, 2, prefill buckets 64, all met in the first 10 s of steps; none after second 60." in text
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -11,7 +11,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 from ...errors import ConfigError
 from ...phases import BucketLadder, GraphConfig, Phase, Startup, add_graph_flags, graph_config_from_args, resolve
 from ..progress import Progress
+from .chrome_trace import chrome_trace
 from .fresh import WorkerSpec, run_fresh
+from .page import page
 from .report import table
-from .traffic import make_traffic
+from .traffic import TrafficShape, make_round, make_trace
 
 if TYPE_CHECKING:
     from ..engine.config import ModelConfig
@@ -33,50 +35,76 @@ DEFAULT_FLAGS: dict[str, Any] = {
 }
 DEFAULT_BUCKETS = {Phase.PREFILL: [16, 64], Phase.DECODE: [1, 4]}
 """Few, since each costs a policy three pieces of a few seconds; they hold where neither a flag nor JSON says more."""
+STEADY_NEW_TOKENS = 4
 
 DESCRIPTION = """\
 Compares startup policies. Each runs in a fresh process with empty compile caches of its own, one after the other, and
-gets the same requests: they meet every bucket and sizes between, in several rounds, so that the last one is steady."""
+gets the same requests at the same seconds, counted from the start of the engine's construction: an open loop, in which
+a request that arrives before anybody is ready waits. They come as a Poisson process, with prompts and answers of mixed
+lengths; every size has come by second 10. When all are answered, two short rounds of every size follow, and the second
+is the steady state."""
 
 EPILOG = """\
 what is measured, in seconds from the start of the engine's construction, after torch was imported:
   ready_s                until the engine accepts requests
-  first_token_s          until the first token of the first request
-  settled_s              until no bucket gets a better program any more: the end of the last step that came with a
-                         trace, a compile, a capture or a promotion; ready_s if none did
+  first_token_s          until the first token of any request
+  settled_s              until no bucket gets a better program any more: the end of the last trace, compile, capture or
+                         promotion; ready_s if there was none after it; `settled` is false if that took too long
+  served_s               until the last request of the trace is answered
+of one request
+  worst_first_token_s    the longest time from a request's arrival to its first token
+of one step of the engine, in which some or all requests get a token
+  worst_step_s           the longest
+  ramp_p50_s, ramp_p99_s half of the steps, and 99 of 100, before settled_s were no longer; null if there was none
+  steady_step_s          the median of the last round, after everything settled
 and
-  worst_step_s           the longest wait for a step's token, from the request or the token before it
-  steady_step_s          the same in the last round, the median
+  tokens_by_s            tokens that were served by second 5, 10, 30 and 60
   in_step_compiles       pieces compiled while a step waited for them
   compiles_before_ready  pieces compiled before the engine accepted requests
+  promotions             entries that got a better program between two steps
   captures               captures made
   in_step_captures       those of them that were made while a step waited for them
+  in_boundary_captures   those of them that were made between two steps
   pool_bytes             what the captures hold of the device at the end; static buffers are not in it
   peak_bytes             peak memory: resident of the process itself on CPU, reserved on the device on CUDA
+  steps, events          every step, and every trace, compile, capture and promotion, with its second
 
 Without --cuda-graph-config, the compiler is inductor and every bucket is specialised; the buckets are 16 and 64 in
-prefill, 1 and 4 in decode. Flags change that. With --cuda-graph-config, it and the flags are the whole config."""
+prefill, 1 and 4 in decode. Flags change that. With --cuda-graph-config, it and the flags are the whole config. A step
+has at most as many tokens and requests as the largest buckets, so that no step lies above its ladder."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the benchmark to `parser`."""
-    parser.add_argument("--model", metavar="DIR", help="a Hugging Face checkpoint (default: a toy Llama, made now)")
-    parser.add_argument(
-        "--policies", default="eager,lazy", metavar="NAMES", help="comma-separated (default: eager,lazy)"
+    add = parser.add_argument
+    add("--model", metavar="DIR", help="a Hugging Face checkpoint (default: a toy Llama, made now)")
+    add(
+        "--policies",
+        default="eager,lazy,tiered",
+        metavar="NAMES",
+        help="comma-separated (default: eager,lazy,tiered)",
     )
-    parser.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="write JSON too; without FILE, or to -, on stdout"
+    add("--warm", action="store_true", help="run each once more, over the caches that its first run left")
+    add("--json", nargs="?", const="-", metavar="FILE", help="write JSON too; without FILE, or to -, on stdout")
+    add("--html", metavar="FILE", help="write a page with the timelines, to open in a browser")
+    add("--trace", metavar="FILE", help="write the timelines as a trace, to open in https://ui.perfetto.dev")
+    add("--duration", type=float, default=30.0, metavar="S", help="seconds in which requests arrive (default: 30)")
+    add("--rate", type=float, default=2.0, metavar="N", help="arrivals a second, of one or more requests (default: 2)")
+    add(
+        "--max-new-tokens",
+        type=int,
+        default=16,
+        metavar="N",
+        help="of the longest answer; others are shorter (default: 16)",
     )
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="times that all sizes come (default: 3)")
-    parser.add_argument("--max-new-tokens", type=int, default=4, metavar="N", help="for each request (default: 4)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the requests (default: 0)")
-    parser.add_argument("--dtype", metavar="NAME", help="of weights and KV cache (default: the checkpoint's)")
-    parser.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (default: cuda if there is one)")
+    add("--seed", type=int, default=0, metavar="N", help="of the requests (default: 0)")
+    add("--dtype", metavar="NAME", help="of weights and KV cache (default: the checkpoint's)")
+    add("--device", metavar="NAME", help="cpu, cuda or cuda:N (default: cuda if there is one)")
     add_graph_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the comparison that the flags describe, prints its table and writes the JSON; returns 0.
+    """Runs the comparison that the flags describe, prints its table and writes the files; returns 0.
 
     Everything that can be known is checked before the first process starts.
 
@@ -87,53 +115,64 @@ def run(arguments: argparse.Namespace) -> int:
     """
     policies, config = _policies(arguments.policies), _config(arguments)
     ladders = _check(policies, config, arguments.device)
-    for name, least in (("rounds", 1), ("max_new_tokens", 2)):
-        if getattr(arguments, name) < least:
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag}: expected {least} or more, got {getattr(arguments, name)}; raise it")
-    _check_writable(arguments.json)
+    _check_traffic(arguments)
+    for flag in ("json", "html", "trace"):
+        _check_writable(f"--{flag}", getattr(arguments, flag))
     with _end_on_sigterm(), contextlib.ExitStack() as stack:
         model_dir = _model_dir(arguments.model, stack)
-        model = _model_config(model_dir)
-        _check_reachable(config, model)
-        if model.max_position_embeddings <= arguments.max_new_tokens:
-            raise ConfigError(
-                f"--max-new-tokens: expected less than the model's context of {model.max_position_embeddings}, "
-                f"got {arguments.max_new_tokens}; lower it"
-            )
-        spec = WorkerSpec(
-            model_dir=str(model_dir.absolute()),
-            config=config.as_dict(),
-            dtype=arguments.dtype,
-            device=arguments.device,
-            rounds=make_traffic(
-                ladders[Phase.PREFILL],
-                ladders[Phase.DECODE],
-                vocab_size=model.vocab_size,
-                max_prompt_tokens=model.max_position_embeddings - arguments.max_new_tokens,
-                num_rounds=arguments.rounds,
-                seed=arguments.seed,
-            ),
-            max_new_tokens=arguments.max_new_tokens,
-        )
-        results = compare(spec, policies)
+        results = compare(_spec(arguments, config, ladders, model_dir), policies, warm=arguments.warm)
     for result in results:
         result["conditions"]["seed"] = arguments.seed
         result["conditions"]["model"]["path"] = arguments.model  # None: the toy
-    _write(results, arguments.json)
+    _write(results, arguments)
     return 0
 
 
-def compare(spec: WorkerSpec, policies: Sequence[Startup]) -> list[dict[str, Any]]:
+def compare(spec: WorkerSpec, policies: Sequence[Startup], *, warm: bool = False) -> list[dict[str, Any]]:
     """Runs each policy in a fresh process, one after the other; one result a policy, in the same order.
+
+    Args:
+        warm: each once more over the caches that it left; two results a policy, then.
 
     Raises: PieceworkError: a process failed.
     """
     results = []
     for i, policy in enumerate(policies):
         with Progress(f"bench startup: {policy} ({i + 1} of {len(policies)})"):
-            results.append(run_fresh(dataclasses.replace(spec, config={**spec.config, "startup": str(policy)})))
+            results += run_fresh(dataclasses.replace(spec, config={**spec.config, "startup": str(policy)}), warm=warm)
     return results
+
+
+def _spec(
+    arguments: argparse.Namespace, config: GraphConfig, ladders: Mapping[Phase, BucketLadder], model_dir: Path
+) -> WorkerSpec:
+    """Raises: ConfigError if the model's context is too short for the answers, or the ladders do not fit together."""
+    model = _model_config(model_dir)
+    longest = max(arguments.max_new_tokens, STEADY_NEW_TOKENS)
+    if model.max_position_embeddings <= longest:
+        raise ConfigError(
+            f"--max-new-tokens: expected less than the model's context of {model.max_position_embeddings}, "
+            f"got {longest}; lower it"
+        )
+    prefill, decode = ladders[Phase.PREFILL], ladders[Phase.DECODE]
+    sizes = {"vocab_size": model.vocab_size, "max_prompt_tokens": model.max_position_embeddings - longest}
+    shape = TrafficShape(
+        duration_s=arguments.duration,
+        arrivals_per_s=arguments.rate,
+        max_new_tokens=arguments.max_new_tokens,
+        seed=arguments.seed,
+    )
+    return WorkerSpec(
+        model_dir=str(model_dir.absolute()),
+        config=config.as_dict(),
+        dtype=arguments.dtype,
+        device=arguments.device,
+        trace=[dataclasses.asdict(request) for request in make_trace(prefill, decode, shape, **sizes)],
+        steady=make_round(prefill, decode, seed=arguments.seed, **sizes),
+        steady_new_tokens=STEADY_NEW_TOKENS,
+        max_num_seqs=decode.max,
+        max_num_batched_tokens=prefill.max,
+    )
 
 
 def _policies(text: str) -> tuple[Startup, ...]:
@@ -170,26 +209,23 @@ def _check(policies: Sequence[Startup], config: GraphConfig, device: str | None)
     return dict(resolved.ladders)
 
 
-def _check_reachable(config: GraphConfig, model: ModelConfig) -> None:
-    """Raises: ConfigError for a bucket that no step of the engine can take, as the engine itself would."""
-    from ..engine.arguments import reachable_buckets, step_limits_of
-
-    max_num_seqs, max_num_batched_tokens = step_limits_of(
-        max_num_seqs=None,
-        max_num_batched_tokens=None,
-        enable_chunked_prefill=True,
-        max_model_len=model.max_position_embeddings,
-    )
-    reachable_buckets(config, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+def _check_traffic(arguments: argparse.Namespace) -> None:
+    """Raises: ConfigError for requests that cannot be made."""
+    for name in ("duration", "rate"):
+        value = getattr(arguments, name)
+        if not 0 < value < float("inf"):
+            raise ConfigError(f"--{name}: expected a number above 0, got {value:g}; raise it")
+    if arguments.max_new_tokens < 2:
+        raise ConfigError(f"--max-new-tokens: expected 2 or more, got {arguments.max_new_tokens}; raise it")
 
 
-def _check_writable(file: str | None) -> None:
+def _check_writable(flag: str, file: str | None) -> None:
     """Finds out before minutes of work whether the result has a place."""
-    if file is None or file == "-":
+    if file is None or (flag == "--json" and file == "-"):
         return
     path = Path(file)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"--json: expected a file that can be written to, got {file!r}; name another")
+        raise ConfigError(f"{flag}: expected a file that can be written to, got {file!r}; name another")
 
 
 def _model_dir(given: str | None, stack: contextlib.ExitStack) -> Path:
@@ -225,19 +261,26 @@ def _end_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _write(results: Sequence[dict[str, Any]], file: str | None) -> None:
-    """The table to stdout and the JSON to its file; or the JSON to stdout and the table to stderr."""
+def _write(results: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> None:
+    """The table to stdout and everything else to its file; or the JSON to stdout and the table to stderr."""
     text = json.dumps(results, indent=2) + "\n"
-    if file == "-":
+    on_stdout = arguments.json == "-"
+    if on_stdout:
         sys.stdout.write(text)
         sys.stdout.flush()
-        print(table(results), file=sys.stderr)
-        return
-    print(table(results))
-    if file is not None:
+    print(table(results), file=sys.stderr if on_stdout else sys.stdout)
+    files = {"json": text if arguments.json != "-" else None}
+    if arguments.html is not None:
+        files["html"] = page(results)
+    if arguments.trace is not None:
+        files["trace"] = json.dumps(chrome_trace(results)) + "\n"
+    for flag, content in files.items():
+        file = getattr(arguments, flag)
+        if file is None or content is None:
+            continue
         try:
-            Path(file).write_text(text, encoding="utf-8")
+            Path(file).write_text(content, encoding="utf-8")
         except OSError as error:
             raise ConfigError(
-                f"--json: expected a file that can be written to, got {file!r} ({error}); name another"
+                f"--{flag}: expected a file that can be written to, got {file!r} ({error}); name another"
             ) from error

@@ -5,64 +5,23 @@ from __future__ import annotations
 import json
 import platform
 import resource
-import statistics
 import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ... import __version__
-from ...phases import GraphConfig
+from ...phases import GraphConfig, Phase
 from ..console import exit_code
 from ..engine.engine import LLMEngine
-from ..engine.output import RequestOutput
-from ..engine.params import SamplingParams
+from .feeder import Feeder, WallClock
 from .fresh import CACHES, RESULT, SPEC, WorkerSpec
-from .traffic import Batch
+from .measures import Run, events_as_data, measures
+from .traffic import TimedRequest
 
-if TYPE_CHECKING:
-    from ..runtime import Runtime
-
-
-class StepTimes:
-    """Measures steps from outside, by the tokens that come out of them: what a client waits for."""
-
-    def __init__(self, runtime: Runtime, started: float) -> None:
-        """`started`: on the clock of `time.perf_counter`; every time below counts from it."""
-        self.step_s: list[float] = []
-        """Of each step, from the request or the token before it until its first token."""
-        self.first_token_s: float | None = None
-        self.settled_s = time.perf_counter() - started
-        """The end of the last step that came with a trace, a compile, a capture or a promotion."""
-        self._counters = runtime.counters
-        self._started = started
-        self._waiting_since = time.perf_counter()
-        self._num_steps, self._num_changes = self._look()
-
-    def send(self) -> None:
-        """A batch is sent: its first step starts now."""
-        self._waiting_since = time.perf_counter()
-
-    def on_output(self, index: int, output: RequestOutput) -> None:
-        """A token has come, the first of a step or another of the same step."""
-        now = time.perf_counter()
-        num_steps, num_changes = self._look()
-        if num_steps != self._num_steps:
-            self.step_s.append(now - self._waiting_since)
-        if num_changes != self._num_changes:
-            self.settled_s = now - self._started
-        if self.first_token_s is None:
-            self.first_token_s = now - self._started
-        self._num_steps, self._num_changes = num_steps, num_changes
-        self._waiting_since = time.perf_counter()
-
-    def _look(self) -> tuple[int, int]:
-        counters = self._counters.as_dict()
-        changes = ("traces", "compiles_general", "compiles_specialized", "compiles_whole", "captures", "promotions")
-        return counters["steps"], sum(counters[name] for name in changes)
+SETTLE_LIMIT_S = 120.0
+"""How long after the last answer a policy may take to bring every bucket to its best."""
 
 
 def measure(spec: WorkerSpec, *, cold: bool) -> dict[str, Any]:
@@ -71,46 +30,52 @@ def measure(spec: WorkerSpec, *, cold: bool) -> dict[str, Any]:
     Args:
         cold: whether the compile caches of this process are empty, for the record.
     """
-    started = time.perf_counter()
+    clock = WallClock()
     config = GraphConfig.from_json(spec.config)
-    with LLMEngine(spec.model_dir, config, dtype=spec.dtype, device=spec.device) as engine:
+    with LLMEngine(
+        spec.model_dir,
+        config,
+        dtype=spec.dtype,
+        device=spec.device,
+        max_num_seqs=spec.max_num_seqs,
+        max_num_batched_tokens=spec.max_num_batched_tokens,
+    ) as engine:
         runtime = engine.runtime
-        times = StepTimes(runtime, started)
-        ready_s = times.settled_s
-        at_ready = runtime.counters.as_dict()
-        num_steps_before_last = 0
-        for batches in spec.rounds:
-            num_steps_before_last = len(times.step_s)
-            _send(engine, batches, spec.max_new_tokens, times)
+        ready_s = clock.now()
+        feeder = Feeder(engine, clock)
+        feeder.feed([TimedRequest(**request) for request in spec.trace])
+        served_s = clock.now()
+        settled = runtime.wait_settled(SETTLE_LIMIT_S)
+        for prompts in spec.steady:  # what the trace did not meet at this policy's pace
+            feeder.send_at_once(prompts, spec.steady_new_tokens)
+        settled = runtime.wait_settled(SETTLE_LIMIT_S) and settled
+        num_before = len(feeder.steps)
+        for prompts in spec.steady:
+            feeder.send_at_once(prompts, spec.steady_new_tokens)
+        # The runtime's clock began inside the engine's construction.
+        offset_s = runtime._recorder._started - clock.started
+        run = Run(
+            ready_s=ready_s,
+            served_s=served_s,
+            settled=settled,
+            feeder=feeder,
+            num_steps_before_steady=num_before,
+            events=events_as_data(runtime.events, offset_s),
+        )
         counters, explained = runtime.counters.as_dict(), runtime.explain().as_dict()
-        assert times.first_token_s is not None
         return {
-            "policy": str(runtime.config.startup),
+            "policy": " and ".join(dict.fromkeys(str(runtime.config.startup_of(phase)) for phase in Phase)),
             "cold": cold,
-            "ready_s": ready_s,
-            "first_token_s": times.first_token_s,
-            "settled_s": times.settled_s,
-            "worst_step_s": max(times.step_s),
-            "steady_step_s": statistics.median(times.step_s[num_steps_before_last:]),
-            "in_step_compiles": sum(e.kind.startswith("compile") and e.scope.in_step for e in runtime.events),
-            "in_step_seconds": counters["in_step_seconds"],
-            "compiles_before_ready": sum(n for name, n in at_ready.items() if name.startswith("compiles_")),
+            **measures(run),
+            "promotions": counters["promotions"],
             "captures": counters["captures"],
-            "in_step_captures": sum(e.kind == "capture" and e.scope.in_step for e in runtime.events),
+            "in_step_seconds": counters["in_step_seconds"],
             "pool_bytes": explained["memory"]["pool_bytes"],
             "peak_bytes": _peak_bytes(engine.device),
             "entries": explained["entries"],
             "counters": counters,
             "conditions": _conditions(engine, spec),
         }
-
-
-def _send(engine: LLMEngine, batches: Sequence[Batch], max_new_tokens: int, times: StepTimes) -> None:
-    # Without an end, so that every policy and every checkpoint gets the same steps.
-    params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
-    for prompts in batches:
-        times.send()
-        engine.generate(prompts, params, on_output=times.on_output)
 
 
 def _peak_bytes(device: torch.device) -> int:
@@ -145,10 +110,10 @@ def _conditions(engine: LLMEngine, spec: WorkerSpec) -> dict[str, Any]:
         },
         "config": config.as_dict(),
         "buckets": {str(phase): list(ladder) for phase, ladder in engine.runtime.resolved.ladders.items()},
-        "num_rounds": len(spec.rounds),
-        "num_batches": sum(len(batches) for batches in spec.rounds),
-        "num_requests": sum(len(batch) for batches in spec.rounds for batch in batches),
-        "max_new_tokens": spec.max_new_tokens,
+        "num_requests": len(spec.trace),
+        "num_trace_tokens": sum(request["max_new_tokens"] for request in spec.trace),
+        "last_arrival_s": spec.trace[-1]["arrival_s"],
+        "num_steady_requests": sum(map(len, spec.steady)),
     }
 
 

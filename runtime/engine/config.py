@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,6 +53,40 @@ class ModelConfig:
     """What config.json calls the weights' dtype; None if it does not say."""
     eos_token_ids: frozenset[int]
     """Tokens that end a text; may be empty."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as plain JSON data, for another process."""
+        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {
+            **data,
+            "rope": self.rope.to_json(),
+            "window_sizes": list(self.window_sizes),
+            "dtype": next((name for name, dtype in DTYPES.items() if dtype is self.dtype), None),
+            "eos_token_ids": sorted(self.eos_token_ids),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ModelConfig:
+        """The config that `to_json` wrote down.
+
+        Raises:
+            ModelError: it has other fields, or a value that no config has.
+        """
+        expected = {field.name for field in dataclasses.fields(cls)}
+        if set(data) != expected or data["dtype"] not in (None, *DTYPES) or data["architecture"] not in FAMILIES:
+            raise ModelError(
+                f"model config: expected {', '.join(sorted(expected))} as ModelConfig.to_json writes them, got "
+                f"{dict(data)}; write it with the same version of Piecework"
+            )
+        return cls(
+            **{
+                **data,
+                "rope": Rope.from_json(data["rope"]),
+                "window_sizes": tuple(data["window_sizes"]),
+                "dtype": DTYPES[data["dtype"]] if data["dtype"] is not None else None,
+                "eos_token_ids": frozenset(data["eos_token_ids"]),
+            }
+        )
 
     @classmethod
     def from_directory(cls, directory: Path, architectures: frozenset[str]) -> ModelConfig:

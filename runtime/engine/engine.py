@@ -13,6 +13,7 @@ import torch
 from ...errors import InputError, RuntimeClosedError
 from ...ops.attention import AttentionContext
 from ...phases import GraphConfig, resolve
+from ..building import start_workers
 from ..runtime import Runtime
 from .arguments import (
     check_positive,
@@ -26,6 +27,7 @@ from .arguments import (
 from .batch import step_inputs
 from .block_manager import BlockManager
 from .config import ModelConfig
+from .factory import engine_factory
 from .intake import Intake
 from .kv_cache import allocate_kv_cache, default_num_blocks
 from .models import ARCHITECTURES, build_model
@@ -110,11 +112,17 @@ class LLMEngine:
         )
         self.tokenizer = Tokenizer(self.directory)
         self.tokenizer.check_fits(self.model_config.vocab_size)
+        # A compile worker takes as long to start as many weights take to load.
+        workers = start_workers(config, self.device)
         self.model = build_model(self.model_config)
         load_weights(self.model, self.directory, device=self.device, dtype=weight_dtype)
         if num_blocks is None:
             num_blocks = default_num_blocks(
-                self.model, self.model_config, block_size=block_size, max_model_len=self.max_model_len
+                self.model,
+                self.model_config,
+                block_size=block_size,
+                max_model_len=self.max_model_len,
+                reserved_bytes=workers.reserved_bytes if workers is not None else 0,
             )
         allocate_kv_cache(self.model, self.model_config, num_blocks=num_blocks, block_size=block_size)
         self._blocks = BlockManager(num_blocks=num_blocks, block_size=block_size)
@@ -152,6 +160,14 @@ class LLMEngine:
                     num_blocks=num_blocks,
                     device=self.device,
                 ),
+                model_factory=engine_factory(
+                    self.model_config,
+                    dtype=next(self.model.parameters()).dtype,
+                    device=self.device,
+                    num_blocks=num_blocks,
+                    block_size=block_size,
+                ),
+                workers=workers,
             )
 
     def add_request(

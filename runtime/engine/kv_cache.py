@@ -40,15 +40,21 @@ def allocate_kv_cache(model: torch.nn.Module, config: ModelConfig, *, num_blocks
         ) from error
 
 
-def default_num_blocks(model: torch.nn.Module, config: ModelConfig, *, block_size: int, max_model_len: int) -> int:
+def default_num_blocks(
+    model: torch.nn.Module, config: ModelConfig, *, block_size: int, max_model_len: int, reserved_bytes: int = 0
+) -> int:
     """Enough for 64 requests of the longest length, within 1 GiB on a CPU or half of a GPU's free memory.
 
     Never less than one request of the longest length needs: if that does not fit, the allocation says so.
+
+    Args:
+        reserved_bytes: of a GPU's free memory, what others will take.
     """
     parameter = next(model.parameters())
     per_request = -(-max_model_len // block_size)
     token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_size * parameter.element_size()
     budget_bytes = _CPU_BYTES
     if parameter.device.type == "cuda":
-        budget_bytes = int(torch.cuda.mem_get_info(parameter.device)[0] * _CUDA_SHARE)
+        free_bytes = torch.cuda.mem_get_info(parameter.device)[0]
+        budget_bytes = int(max(0, free_bytes - reserved_bytes) * _CUDA_SHARE)
     return max(per_request, min(budget_bytes // (token_bytes * block_size), _DEFAULT_NUM_REQS * per_request))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ...errors import ModelError
 from .json_keys import Keys
 
 
@@ -21,6 +22,24 @@ class Rope:
 
     theta: float
     """The base: entry pair `i` turns by `theta ** (-2 * i / head_size)` radians a token."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The kind, under `rope_type`, and the fields as plain JSON data."""
+        kind = next(name for name, rope in _ROPES.items() if rope is type(self))
+        return {"rope_type": kind, **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)}}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Rope:
+        """The rope that `to_json` wrote down.
+
+        Raises:
+            ModelError: there is no such kind, or it has other fields.
+        """
+        fields = dict(data)
+        rope = _ROPES.get(fields.pop("rope_type", ""))
+        if rope is None or set(fields) != {field.name for field in dataclasses.fields(rope)}:
+            raise ModelError(f"rope: expected a rope_type of {', '.join(_ROPES)} with its fields, got {dict(data)}")
+        return rope(**fields)
 
     @property
     def attention_factor(self) -> float:
@@ -252,6 +271,8 @@ _READERS: dict[str, Callable[[_Parameters], Rope]] = {
     "llama3": _read_llama3,
     "yarn": _read_yarn,
 }
+
+_ROPES: dict[str, type[Rope]] = {"default": Rope, "linear": LinearRope, "llama3": Llama3Rope, "yarn": YarnRope}
 
 ROPE_TYPES = tuple(_READERS)
 """The rope types that are supported."""

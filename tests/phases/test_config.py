@@ -11,6 +11,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -33,14 +34,26 @@ def phase_configs(draw: st.DrawFn, phase: Phase) -> PhaseConfig:
         max_num_tokens=maximum,
         specialize="all" if draw(st.booleans()) else sorted(draw(st.sets(st.sampled_from(list(ladder))))),
         max_padding_waste=draw(st.none() | st.floats(0, 1)),
+        startup=draw(st.none() | st.sampled_from(list(Startup))),
     )
 
 
+def make_config(**values: Any) -> GraphConfig:
+    tiered = Startup.TIERED in [values[phase].startup or values["startup"] for phase in Phase]
+    return GraphConfig(**{**values, "evaluate_guards": values["evaluate_guards"] and not tiered})
+
+
 graph_configs = st.builds(
-    GraphConfig,
+    make_config,
     prefill=phase_configs(Phase.PREFILL),
     decode=phase_configs(Phase.DECODE),
     startup=st.sampled_from(list(Startup)),
+    promotion_budget_ms=st.integers(0, 1000) | st.floats(0, 1e6),
+    compile_workers=st.integers(0, 64),
+    compile_timeout_s=st.floats(0, 1e6),
+    manifest=st.none() | st.text(min_size=1),
+    startup_budget=st.floats(0, 1e6),
+    emulate_precision_casts=st.booleans(),
     capture_device=st.sampled_from(list(CaptureDevice)),
     cache_dir=st.none() | st.text(min_size=1),
     enable_torch_compile=st.booleans(),
@@ -78,6 +91,10 @@ def test_plain_values_become_what_the_fields_declare() -> None:
     assert config.startup is Startup.EAGER
     assert config.capture_device is CaptureDevice.TAPE
     assert config.cache_dir == str(Path("a") / "b")
+    assert GraphConfig(manifest=Path("a") / "b").manifest == str(Path("a") / "b")
+    assert GraphConfig(decode={"startup": "tiered"}).decode.startup is Startup.TIERED
+    for name in ("promotion_budget_ms", "compile_timeout_s", "startup_budget"):
+        assert isinstance(getattr(GraphConfig(**{name: 3}), name), float)
     assert config.phase("decode") is config.phase(Phase.DECODE) is config.decode
     assert config.decode == PhaseConfig(buckets=(4,))
 
@@ -136,6 +153,12 @@ def test_with_phase_changes_one_phase() -> None:
     assert changed.prefill == PhaseConfig(buckets=(64,), compiler="inductor")
     assert changed.decode == config.decode
     assert config.prefill.compiler is Compiler.EAGER
+
+
+def test_a_phase_may_have_a_startup_policy_of_its_own() -> None:
+    config = GraphConfig(startup="tiered", prefill={"startup": "eager"})
+    assert (config.startup_of("prefill"), config.startup_of(Phase.DECODE)) == (Startup.EAGER, Startup.TIERED)
+    assert GraphConfig().startup_of("decode") is Startup.LAZY
 
 
 def test_ladder_of_a_phase() -> None:

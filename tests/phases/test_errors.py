@@ -76,10 +76,32 @@ PHASE_ERRORS: list[tuple[dict[str, Any], str]] = [
         {"max_padding_waste": float("nan")},
         "max_padding_waste: expected a share from 0 to 1, got nan; use 0.25 for a quarter",
     ),
+    ({"startup": "tierd"}, "startup: expected one of eager, lazy, tiered, got 'tierd'; did you mean 'tiered'?"),
 ]
 # Field values of the whole config -> the error text.
 SHARED_ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"startup": "lasy"}, "startup: expected one of eager, lazy, tiered, got 'lasy'; did you mean 'lazy'?"),
+    (
+        {"promotion_budget_ms": -1},
+        "promotion_budget_ms: expected a number of milliseconds, 0 or more, got -1; use 0 for none",
+    ),
+    (
+        {"promotion_budget_ms": float("nan")},
+        "promotion_budget_ms: expected a number of milliseconds, 0 or more, got nan; use 0 for none",
+    ),
+    ({"compile_workers": -2}, "compile_workers: expected an integer, 0 or more, got -2; use 0 for none"),
+    ({"compile_workers": 1.5}, "compile_workers: expected an integer, 0 or more, got 1.5; use 0 for none"),
+    (
+        {"compile_timeout_s": -0.5},
+        "compile_timeout_s: expected a number of seconds, 0 or more, got -0.5; use 0 for none",
+    ),
+    ({"manifest": ""}, "manifest: expected the path of a file, got ''; name one or leave it out"),
+    ({"startup_budget": -5}, "startup_budget: expected a number of seconds, 0 or more, got -5; use 0 for none"),
+    (
+        {"startup_budget": float("inf")},
+        "startup_budget: expected a number of seconds, 0 or more, got inf; use 0 for none",
+    ),
+    ({"startup_budget": "long"}, "startup_budget: expected a number of seconds, 0 or more, got 'long'; use 0 for none"),
     ({"capture_device": "gpu"}, "capture_device: expected one of auto, cuda, tape, got 'gpu'; use one of these"),
     ({"cache_dir": ""}, "cache_dir: expected the path of a directory, got ''; name one or leave it out"),
     (
@@ -153,6 +175,20 @@ def test_values_of_both_phases(values: dict[str, Any], text: str) -> None:
     assert text_of(lambda: from_flags(*as_flags(values))) == text
 
 
+@pytest.mark.parametrize(
+    "values",
+    [{"startup": "tiered"}, {"decode": {"startup": "tiered"}}, {"startup": "tiered", "prefill": {"startup": "lazy"}}],
+)
+def test_tiered_and_evaluate_guards(values: dict[str, Any]) -> None:
+    expected = (
+        "startup: expected eager or lazy under evaluate_guards, since guards are of a trace in the step's own thread, "
+        "got tiered; drop one of the two"
+    )
+    assert text_of(lambda: GraphConfig(**values, evaluate_guards=True)) == expected
+    assert text_of(lambda: GraphConfig.from_json({**values, "evaluate_guards": True})) == expected
+    assert text_of(lambda: from_flags("--startup-decode", "tiered", "--evaluate-guards")) == expected
+
+
 def test_a_flag_for_both_phases_names_the_first() -> None:
     text = "prefill.compiler: expected one of eager, aot_eager, inductor, got 'indutor'; did you mean 'inductor'?"
     assert text_of(lambda: from_flags("--cuda-graph-tc-compiler", "indutor")) == text
@@ -163,6 +199,17 @@ def test_a_flag_for_both_phases_names_the_first() -> None:
     ("values", "text"),
     [
         ({"cache_dir": b"x"}, "cache_dir: expected the path of a directory, got b'x'; name one or leave it out"),
+        ({"manifest": b"x"}, "manifest: expected the path of a file, got b'x'; name one or leave it out"),
+        (
+            {"startup_budget": True},
+            "startup_budget: expected a number of seconds, 0 or more, got True; use 0 for none",
+        ),
+        (
+            {"startup_budget": None},
+            "startup_budget: expected a number of seconds, 0 or more, got None; use 0 for none",
+        ),
+        ({"compile_workers": True}, "compile_workers: expected an integer, 0 or more, got True; use 0 for none"),
+        ({"emulate_precision_casts": 1}, "emulate_precision_casts: expected true or false, got 1; use one of these"),
         ({"evaluate_guards": 1}, "evaluate_guards: expected true or false, got 1; use one of these"),
         ({"enable_torch_compile": "no"}, "enable_torch_compile: expected true or false, got 'no'; use one of these"),
         (
@@ -207,9 +254,10 @@ def test_values_that_no_flag_can_say(values: dict[str, Any], text: str) -> None:
     assert text_of(lambda: GraphConfig(**values)) == text_of(lambda: GraphConfig.from_json(values)) == text
 
 
-PHASE_KEYS = "backend, compiler, buckets, max_num_tokens, specialize, max_padding_waste"
+PHASE_KEYS = "backend, compiler, buckets, max_num_tokens, specialize, max_padding_waste, startup"
 KEYS = (
-    "prefill, decode, startup, capture_device, cache_dir, enable_torch_compile, torch_compile_max_bs, fused_ops, "
+    "prefill, decode, startup, promotion_budget_ms, compile_workers, compile_timeout_s, manifest, startup_budget, "
+    "emulate_precision_casts, capture_device, cache_dir, enable_torch_compile, torch_compile_max_bs, fused_ops, "
     "evaluate_guards, cuda_graph_memory_budget, max_captures, debug_captures"
 )
 

@@ -96,10 +96,6 @@ def test_auto_keeps_what_is_asked_for_beside_it(device_type: str, cuda_available
     ("config", "text"),
     [
         (
-            GraphConfig(startup="tiered"),
-            "startup: tiered is not available in this build; allowed now: eager, lazy; leave it out to get lazy",
-        ),
-        (
             GraphConfig(cache_dir="/var/cache/pw"),
             "cache_dir: /var/cache/pw is not available in this build; allowed now: none; leave it out to get none",
         ),
@@ -116,6 +112,14 @@ def test_asking_for_what_is_not_built(config: GraphConfig, text: str, device_typ
     assert str(caught.value) == text
     # The lines of the table are what refuses it.
     resolve(config, device_type=device_type, cuda_available=cuda_available, not_built=EVERYTHING)
+
+
+@pytest.mark.parametrize(("device_type", "cuda_available"), DEVICES)
+@pytest.mark.parametrize("startup", ["eager", "lazy", "tiered"])
+def test_every_startup_policy_is_available(startup: str, device_type: str, cuda_available: bool) -> None:
+    config = GraphConfig(startup=startup, decode={"startup": startup})
+    got = resolve(config, device_type=device_type, cuda_available=cuda_available).config
+    assert {got.startup, got.decode.startup} == {startup}
 
 
 def test_cuda_captures_need_a_cuda_device() -> None:

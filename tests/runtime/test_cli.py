@@ -21,11 +21,12 @@ from safetensors.torch import load_file, save_file
 
 from piecework import __version__
 from piecework.errors import PieceworkError
-from piecework.phases import GraphConfig
+from piecework.phases import GraphConfig, Phase
 from piecework.runtime import cli, console
 from piecework.runtime.engine.engine import LLMEngine
 from piecework.runtime.engine.params import SamplingParams
 from piecework.runtime.engine.toy_checkpoint import make_checkpoint
+from piecework.runtime.manifest import BucketRecord, Manifest, PhaseRecord, model_id
 
 PROMPTS = ["Once upon a time", "The river"]
 NUM_LAYERS = 3
@@ -302,12 +303,100 @@ def test_explain_warms_up_and_dumps(model: Path, tmp_path: Path) -> None:
     assert out.endswith(f"dump: {tmp_path / 'again' / 'program.py'}\n")
 
 
+# ---- prewarm
+
+
+PREWARM = ["prewarm", "--device", "cpu", "--cuda-graph-tc-compiler", "aot_eager", "--cuda-graph-bs-decode", 1, 4]
+PREWARM += ["--cuda-graph-bs-prefill", 16]
+
+
+@pytest.fixture
+def manifest(model: Path, tmp_path: Path) -> Path:
+    """What a server of this model met: three requests at once for a while, and one size above the ladder."""
+    phase = {"compiler": "aot_eager"}
+    config = GraphConfig(decode={**phase, "buckets": (1, 4)}, prefill={**phase, "buckets": (16,)})
+    with LLMEngine(model, config, device="cpu") as engine:
+        identity = model_id(engine.runtime.model, engine.runtime.config)
+    phases = {
+        Phase.DECODE: PhaseRecord(buckets={4: BucketRecord(steps=20)}, missed={9: 2}),
+        Phase.PREFILL: PhaseRecord(buckets={16: BucketRecord(steps=5)}),
+    }
+    path = tmp_path / "manifest.json"
+    Manifest(model=identity, phases=phases, runs=1).write(path)
+    return path
+
+
+def test_prewarm_builds_what_came_and_says_what_it_did_not(model: Path, manifest: Path) -> None:
+    before = manifest.read_bytes()
+    words = [*PREWARM, "--model", model, "--manifest", manifest, "--cuda-graph-specialize-decode", "all"]
+    code, out, err = run(*words, "--startup", "eager", "--json")
+    answer = json.loads(out)
+    assert (code, other_than_progress(err)) == (0, [])
+    assert (answer["model"], answer["manifest"]) == (str(model), str(manifest))
+    covered = [(c["phase"], c["bucket"], c["steps"], c["program"], c["captured"]) for c in answer["covered"]]
+    assert covered == [("decode", 4, 20, "specialized", False), ("prefill", 16, 5, "general", False)]
+    assert [(each["what"], each["count"]) for each in answer["uncovered"]] == [("decode, 9 tokens", 2)]
+    code, out, err = run(*words)
+    assert (code, other_than_progress(err)) == (0, [])
+    lines = out.splitlines()
+    assert lines[0].startswith("covered 2, not covered 1, in ")
+    assert lines[2].startswith("decode 4    20     specialized  no")
+    assert lines[4].startswith("not covered: decode, 9 tokens, 2 times: above the ladder, which ends at 4")
+    assert lines[5] == "nothing is kept: only compiler inductor leaves files, and captures live in their process"
+    assert manifest.read_bytes() == before  # what a prewarm does is no traffic
+
+
+def test_prewarm_that_covers_nothing_exits_with_1(model: Path, manifest: Path) -> None:
+    words = ["prewarm", "--device", "cpu", "--model", model, "--manifest", manifest, "--json"]
+    words += ["--cuda-graph-tc-compiler", "aot_eager", "--cuda-graph-bs-decode", 2, "--cuda-graph-bs-prefill", 32]
+    code, out, err = run(*words)
+    answer = json.loads(out)
+    assert (code, other_than_progress(err), answer["covered"]) == (1, [], [])
+    assert {each["what"]: each["reason"] for each in answer["uncovered"]} == {
+        "decode 4": "no bucket of the ladder 2 any more",
+        "prefill 16": "no bucket of the ladder 32 any more",
+        "decode, 9 tokens": "above the ladder, which ends at 2: it runs unpadded, uncaptured; add a bucket for it",
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--manifest: expected the file that says what will come, got none; name the file that a server with"),
+        (["--manifest", "absent"], "--manifest: expected a file, 'absent' does not exist; name the file that"),
+        (
+            ["--manifest", "."],
+            r"--manifest: expected a manifest .*, got '\.': it is no regular file; name",
+        ),
+        (["--manifest", "FILE", "--startup-budget", "-1"], "startup_budget: expected a number of seconds, 0 or more"),
+        (["--manifest", "FILE", "--cuda-graph-tc-compiler", "eager"], "got '.*': it is of another model: a class, a"),
+    ],
+)
+def test_a_bad_prewarm_is_a_short_error(model: Path, manifest: Path, words: list[str], message: str) -> None:
+    words = [str(manifest) if word == "FILE" else word for word in words]
+    assert_refused([*PREWARM, "--model", model, *words], message)
+
+
+def test_prewarm_refuses_a_manifest_that_was_cut_off(model: Path, manifest: Path) -> None:
+    manifest.write_bytes(manifest.read_bytes()[:100])
+    message = "--manifest: expected a manifest that can be used, got '.*': it is no JSON, or only a part of it: "
+    assert_refused([*PREWARM, "--model", model, "--manifest", manifest], message)
+
+
 # ---- help and the process
 
 
 @pytest.mark.parametrize(
     "words",
-    [["--help"], ["--version"], ["generate", "--help"], ["bench", "startup", "--help"], ["explain", "--hlep"], []],
+    [
+        ["--help"],
+        ["--version"],
+        ["generate", "--help"],
+        ["bench", "startup", "--help"],
+        ["prewarm", "--help"],
+        ["explain", "--hlep"],
+        [],
+    ],
 )
 def test_help_and_wrong_flags_load_no_torch(words: list[str]) -> None:
     code = f"""
@@ -328,7 +417,7 @@ except SystemExit as exited:
 
 
 def test_every_command_has_help_with_its_flags() -> None:
-    for words in (["generate"], ["ops"], ["explain"], ["bench", "startup"]):
+    for words in (["generate"], ["ops"], ["explain"], ["bench", "startup"], ["prewarm"]):
         code, out, err = run(*words, "--help")
         assert (code, err) == (0, "")
         assert "--json" in out
@@ -353,6 +442,8 @@ def test_top_level_help_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
         "    ops       list the split ops and fused ops; with --model, also how many nodes of its graph a split op\n"
         "              matched\n"
         "    explain   warm up every bucket, then say what runs for each and why\n"
+        "    prewarm   build ahead of time what --manifest says will come, and serve nothing; --startup-budget limits\n"
+        "              the seconds\n"
     )
     assert run("--version") == (0, f"piecework {__version__}\n", "")
 
@@ -492,7 +583,13 @@ def test_a_bad_checkpoint_is_a_short_error(
             ["--cuda-graph-bs-decode", "1", "512", "1024"],
             r"decode.buckets: expected buckets that a step of at most 256 tokens \(max_num_seqs\) can take, got 1024",
         ),
-        (["--startup", "tiered"], "startup: tiered is not available in this build; allowed now: eager, lazy; leave it"),
+        (["--startup", "tierd"], "startup: expected one of eager, lazy, tiered, got 'tierd'; did you mean 'tiered'"),
+        (["--startup-budget", "-1"], "startup_budget: expected a number of seconds, 0 or more, got -1; use 0 for none"),
+        (
+            ["--promotion-budget-ms", "nan"],
+            "promotion_budget_ms: expected a number of milliseconds, 0 or more",
+        ),
+        (["--compile-workers", "1.5"], "compile_workers: expected an integer, 0 or more, got 1.5; use 0 for none"),
         (["--enable-torch-compile"], "enable_torch_compile: true is not available in this build; .* leave it out"),
     ],
 )

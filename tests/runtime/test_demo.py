@@ -13,9 +13,9 @@ import pytest
 from piecework.runtime import demo
 
 
-def run(*words: str, before: str = "") -> subprocess.CompletedProcess[str]:
+def run(*words: str, before: str = "", folder: Path | None = None) -> subprocess.CompletedProcess[str]:
     code = f"{before}\nfrom piecework.runtime.demo import main\nraise SystemExit(main({list(words)!r}))"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder)
 
 
 @pytest.mark.slow
@@ -25,7 +25,8 @@ def test_the_demo_prints_text_and_the_comparison(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("TMPDIR", str(temporary))
     # transformers makes toys and is not needed here.
     hidden = "import sys; sys.modules['transformers'] = None"
-    done = run("--compiler", "aot_eager", "--json", str(tmp_path / "out.json"), before=hidden)
+    words = ["--compiler", "aot_eager", "--json", str(tmp_path / "out.json"), "--duration", "3"]
+    done = run(*words, before=hidden, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     for word in ("Traceback", "Warning", "warning"):
         assert word not in done.stdout + done.stderr
@@ -33,11 +34,18 @@ def test_the_demo_prints_text_and_the_comparison(tmp_path: Path, monkeypatch: py
     assert len(texts) == len(demo.PROMPTS)
     assert all(texts)
     assert "7 pieces (3 distinct), 6 opaque regions" in done.stderr
-    eager, lazy = json.loads((tmp_path / "out.json").read_text())
+    eager, lazy, tiered = json.loads((tmp_path / "out.json").read_text())
     # Three pieces for any size and three for each of four buckets.
     assert (eager["compiles_before_ready"], eager["in_step_compiles"]) == (15, 0)
     assert (lazy["compiles_before_ready"], lazy["in_step_compiles"]) == (0, 15)
-    assert "compiles inside steps     0 *" in done.stdout
+    assert (tiered["compiles_before_ready"], tiered["in_step_compiles"]) == (0, 0)
+    assert tiered["promotions"] > 0
+    assert tiered["settled"]
+    [head] = [line for line in done.stdout.splitlines() if line.split() == ["eager", "lazy", "tiered"]]
+    assert done.stdout.index(head) > done.stdout.index(texts[-1])
+    page = tmp_path / demo.PAGE
+    assert done.stdout.endswith(f"\nThe timelines, to look at in a browser: {page}\n")
+    assert page.read_text().count("<figure>") == 3
     assert list(temporary.iterdir()) == []
 
 

@@ -1,0 +1,244 @@
+"""Makes programs with the help of compile workers: what they cannot do is done here, and counted."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import ArtifactError, PieceworkError, PortableError, WorkerLostError
+from ..graphs.artifact import has_artifacts, load_piece
+from ..graphs.compilers import prepare_to_load
+from ..graphs.inputs import InputContract, Signature
+from ..graphs.outputs import OutputContract
+from ..graphs.piece import BuiltPiece
+from ..graphs.portable import PortableProgram
+from ..graphs.program import Program
+from ..graphs.recorder import NullRecorder
+from ..graphs.stitched import PiecewiseGraph
+from ..phases import GraphConfig, Phase, Startup
+from .entry_table import is_traced
+from .events import Recorder
+from .programs import ProgramFamily, record_remarks
+from .worker_protocol import ASSUMED_GPU_BYTES
+
+if TYPE_CHECKING:
+    from .model_factory import ModelFactory
+    from .workers import WorkerPool
+
+
+class _LateRecorder:
+    """Keeps what happens until there is a runtime to tell."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._runtime: Recorder | None = None
+        self._held: list[tuple[str, float, dict[str, Any]]] = []
+
+    def record(self, kind: str, *, seconds: float = 0.0, **detail: Any) -> None:
+        with self._lock:
+            if self._runtime is None:
+                self._held.append((kind, seconds, detail))
+                return
+        self._runtime.record(kind, seconds=seconds, **detail)
+
+    def progress(
+        self, title: str, *, total: int | None = None
+    ) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        return NullRecorder().progress(title, total=total)
+
+    def tell(self, recorder: Recorder) -> None:
+        """From now on, and what was held, to the recorder of a runtime."""
+        with self._lock:
+            self._runtime, held = recorder, self._held
+            self._held = []
+        for kind, seconds, detail in held:
+            recorder.record(kind, seconds=seconds, **detail)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Workers:
+    """Compile workers for one runtime."""
+
+    pool: WorkerPool
+    recorder: _LateRecorder
+    reserved_bytes: int
+    """What they will hold of a GPU: a CUDA context each; 0 on a CPU."""
+
+    def close(self) -> None:
+        """Ends the processes; twice is fine."""
+        self.pool.close()
+
+
+def start_workers(config: GraphConfig, device: torch.device | str) -> Workers | None:
+    """Starts the compile workers that a runtime with this config will use; returns at once.
+
+    A worker takes ten seconds until it can compile: start them before weights load, and pass them to the `Runtime`.
+
+    Args:
+        config: as it is given to the runtime.
+        device: of the model.
+
+    Returns:
+        None if the runtime will use none.
+    """
+    traced = [phase for phase in Phase if config.startup_of(phase) is Startup.TIERED and is_traced(config.phase(phase))]
+    if not traced or not config.compile_workers:
+        return None
+    from .workers import WorkerPool
+
+    recorder = _LateRecorder()
+    pool = WorkerPool(
+        config.compile_workers,
+        device=torch.device(device),
+        recorder=recorder,
+        timeout_s=config.compile_timeout_s,
+        emulate_precision_casts=config.emulate_precision_casts,
+    )
+    pool.start()
+    if any(has_artifacts(config.phase(phase).compiler) for phase in traced):
+        # Seconds of imports, the first time: beside what the caller does before it has a model to run.
+        threading.Thread(target=prepare_to_load, name="piecework-prepare", daemon=True).start()
+    on_gpu = torch.device(device).type == "cuda"
+    return Workers(
+        pool=pool, recorder=recorder, reserved_bytes=config.compile_workers * ASSUMED_GPU_BYTES if on_gpu else 0
+    )
+
+
+class WorkerBuilder:
+    """The builder of a background thread."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        contract: InputContract,
+        outputs: OutputContract,
+        *,
+        workers: Workers | None,
+        factory: ModelFactory | None,
+        call_first: Callable[[Program, Signature, Recorder], None],
+    ) -> None:
+        self._model = model
+        self._contract = contract
+        self._outputs = outputs
+        self._workers = workers.pool if workers is not None else None
+        self._factory = factory
+        self._call_first = call_first
+        self._contents: weakref.WeakKeyDictionary[PiecewiseGraph, bytes] = weakref.WeakKeyDictionary()
+        """The portable form of graphs."""
+
+    def trace(
+        self, family: ProgramFamily, sizes: Mapping[str, int], recorder: Recorder, *, backed: bool
+    ) -> PiecewiseGraph | None:
+        """Lets a worker build the model and trace it. Raises: WorkerLostError."""
+        if self._workers is None:
+            return None
+        if self._factory is None:
+            recorder.warn(
+                "the model is traced in a thread beside the steps, which slows them down meanwhile: pass "
+                "model_factory=ModelFactory(...) to Runtime, and a worker does it"
+            )
+            return None
+        from .model_factory import TraceRequest
+
+        started = time.perf_counter()
+        try:
+            request = TraceRequest.of(
+                family.signature,
+                self._contract,
+                self._outputs,
+                sizes,
+                family.fused,
+                model=self._model,
+                backed=backed,
+            )
+            content = self._workers.trace(self._factory, request).result()
+            program = PortableProgram.from_bytes(content)
+            graph = program.bind(self._model)
+        except WorkerLostError:
+            raise
+        except PieceworkError as error:
+            recorder.fallback("a worker could not trace the model: traced in a thread", because=str(error))
+            return None
+        graph.trace_s = time.perf_counter() - started
+        self._contents[graph] = content
+        recorder.record(
+            "trace",
+            seconds=graph.trace_s,
+            where="worker",
+            mode=graph.traced.mode,
+            interval=str(graph.traced.interval),
+            signature=str(family.signature),
+            kernels=dict(family.fused.kernels),
+        )
+        recorder.counters.add("regions_reused", graph.traced.regions_reused, recorder.scope)
+        record_remarks(program.remarks, recorder)
+        return graph
+
+    def precompile(self, family: ProgramFamily, graph: PiecewiseGraph, bucket: int | None, recorder: Recorder) -> None:
+        """Lets workers compile the distinct pieces side by side, and loads what they made.
+
+        Raises: WorkerLostError; CompileError.
+        """
+        if self._workers is None or not has_artifacts(family.compiler):
+            return
+        missing: dict[str, BuiltPiece] = {}
+        for fingerprint, (first, *_) in graph.distinct_pieces().items():
+            built = graph.built(first) if bucket is None else graph.built(first).specialized(bucket)
+            if (built.fingerprint, family.compiler) not in family.compiled:
+                missing[fingerprint] = built
+        if not missing or (content := self._content(family, graph, recorder)) is None:
+            return
+        jobs = {
+            fingerprint: self._workers.compile(content, fingerprint, compiler=family.compiler, bucket=bucket)
+            for fingerprint in missing
+        }
+        started = time.perf_counter()
+        kind = "general" if bucket is None else "specialized"
+        detail = {} if bucket is None else {"bucket": bucket}
+        with recorder.progress(
+            f"compiling the {kind} program in {self._workers.num_alive} workers", total=len(jobs)
+        ) as done:
+            for fingerprint, job in jobs.items():
+                built = missing[fingerprint]
+                try:
+                    path = job.result()
+                    seconds = time.perf_counter() - started
+                    compiled = load_piece(path, built, family.compiler)
+                except ArtifactError as error:
+                    recorder.fallback("a piece is compiled in a thread: it has no artifact", because=str(error))
+                    continue
+                family.compiled[built.fingerprint, family.compiler] = compiled
+                graph.num_compiles += 1
+                graph.compile_s += seconds
+                recorder.record(
+                    f"compile_{kind}",
+                    seconds=seconds,
+                    where="worker",
+                    fingerprint=built.fingerprint,
+                    compiler=str(family.compiler),
+                    **detail,
+                )
+                recorder.record("load", seconds=compiled.seconds, fingerprint=built.fingerprint)
+                done()
+
+    def call_first(self, family: ProgramFamily, program: Program, recorder: Recorder) -> None:
+        """Calls it once on padding."""
+        self._call_first(program, family.signature, recorder)
+
+    def _content(self, family: ProgramFamily, graph: PiecewiseGraph, recorder: Recorder) -> bytes | None:
+        """The graph as bytes for a worker; None if it cannot travel."""
+        if graph not in self._contents:
+            try:
+                program = PortableProgram.from_graph(graph, family.signature, kernels=family.fused.kernels)
+                self._contents[graph] = program.to_bytes()
+            except PortableError as error:
+                recorder.fallback("a program is compiled in a thread: it cannot leave the process", because=str(error))
+                return None
+        return self._contents[graph]

@@ -1,0 +1,135 @@
+"""What goes on beside the steps under `tiered`, and when it has come to its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..phases import Phase
+from .background import Background
+from .entries import Entry
+from .entry_table import EntryTable
+from .events import Recorder
+from .promotion import Promotions
+
+if TYPE_CHECKING:
+    from .captures import Captures
+    from .warm_up import WarmUp
+
+_LOOK_S = 0.25
+"""Seconds after which a wait looks again whatever happens."""
+
+
+class Tiering:
+    """The background and the boundaries of one runtime."""
+
+    def __init__(
+        self,
+        table: EntryTable,
+        captures: Captures | None,
+        background: Background,
+        promotions: Promotions,
+        recorder: Recorder,
+        *,
+        warm_up: WarmUp,
+    ) -> None:
+        self.background = background
+        self.promotions = promotions
+        self._table = table
+        self._captures = captures
+        self._recorder = recorder
+        self._warm_up = warm_up
+        self._was_settled = False
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every bucket that was seen is at its best, and nothing is going on."""
+        entries = list(self._table.entries.values())
+        return self.background.is_idle and all(map(self._is_done, entries)) and not self.promotions.has_work
+
+    def _is_done(self, entry: Entry) -> bool:
+        slots = self._captures.state_of(entry) if self._captures is not None else []
+        if not entry.num_steps and not slots:
+            return True  # it was made ready, and not seen yet
+        return entry.is_at_best and (not entry.captures or (bool(slots) and not any(slot.waits for slot in slots)))
+
+    def before_step(self) -> None:
+        """The boundary before a step."""
+        self.promotions.before_step()
+        self.note_settled()
+
+    def between_steps(self, budget_s: float | None) -> int:
+        """A boundary that the caller makes; what earlier steps returned is not valid any more. Returns what it did."""
+        started = time.perf_counter()
+        num_done = self.promotions.between_steps(budget_s)
+        for entry in list(self._table.entries.values()):
+            if budget_s is not None and time.perf_counter() - started > budget_s:
+                break
+            if entry.num_steps:
+                num_done += self._capture_on_padding(entry)
+        if self._captures is not None and budget_s is None:
+            self._captures.compact_if_it_pays(self._recorder)
+        self.note_settled()
+        return num_done
+
+    def _capture_on_padding(self, entry: Entry) -> bool:
+        """Captures an entry that no step has run since its program came; whether it did."""
+        if not entry.captures or self._captures is None or self._captures.state_of(entry):
+            return False
+        return self._warm_up.capture_entry(entry)
+
+    def prewarm(self, phase: Phase, order: Sequence[int], deadline: float) -> None:
+        """Begins to make what a phase will need, as far as its inputs are known.
+
+        Args:
+            order: buckets that will come, the most frequent first.
+            deadline: on the monotonic clock: until then their eager forwards are captured.
+        """
+        for bound in self._warm_up.example_inputs():
+            entries = [self._table.open(phase, bound, bucket) for bucket in order]
+            # Also without a bucket that is known to come, its program is: one for all sizes.
+            for entry in entries or [self._table.open(phase, bound, self._warm_up.smallest(phase))]:
+                self.background.want(entry)
+            for entry in entries:
+                if time.monotonic() >= deadline:
+                    break
+                self._capture_on_padding(entry)
+
+    def settle_before_ready(self, deadline: float) -> None:
+        """Promotes and captures until all that `prewarm` began is at its best, or the deadline has passed."""
+        while True:
+            self.promotions.between_steps(None)
+            entries = list(self._table.entries.values())
+            for entry in entries:
+                if entry.is_at_best and time.monotonic() < deadline:
+                    self._capture_on_padding(entry)
+            if all(entry.is_at_best for entry in entries):
+                return
+            if time.monotonic() >= deadline:
+                self._recorder.counters.add("startup_budget_hits")
+                return
+            self.background.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
+
+    def wait_settled(self, timeout_s: float | None) -> bool:
+        """Makes boundaries until everything is settled, or for so long; whether it is."""
+        deadline = time.monotonic() + timeout_s if timeout_s is not None else None
+        while True:
+            self.between_steps(None)
+            if self.is_settled:
+                return True
+            left = deadline - time.monotonic() if deadline is not None else _LOOK_S
+            if left <= 0:
+                return False
+            self.background.wait(min(left, _LOOK_S))
+
+    def note_settled(self) -> None:
+        """Records when everything has settled, and each time that it does again."""
+        is_settled = self.is_settled
+        if is_settled and not self._was_settled and any(entry.num_steps for entry in self._table.entries.values()):
+            self._recorder.record("settled")
+        self._was_settled = is_settled
+
+    def close(self) -> None:
+        """Ends the background."""
+        self.background.close()

@@ -1,0 +1,182 @@
+"""What is made before a step needs it: entries and captures of buckets, and first calls, on nothing but padding."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ..errors import ConfigError, ContextError, InputError
+from ..graphs.inputs import TOKENS, BoundInputs, InputContract, Signature
+from ..graphs.program import Program
+from ..ops.context import use_context
+from ..phases import Phase, Resolved
+from .capture_slot import Step
+from .captures import Captures
+from .entries import Entry
+from .entry_table import MAX_SIGNATURES, EntryTable, is_captured, is_traced
+from .events import Recorder, Scope
+from .padding_step import free_sizes, step_of_padding, under_ambient_state
+from .portability import BoundProgram
+from .step import inside_step
+from .step_context import pad_context
+
+FIRST_CALL_TOKENS = 16
+"""Rows of padding in a program's first call, where it holds there."""
+
+
+class WarmUp:
+    """Of one runtime."""
+
+    def __init__(
+        self,
+        resolved: Resolved,
+        contract: InputContract,
+        table: EntryTable,
+        captures: Captures | None,
+        recorder: Recorder,
+        *,
+        examples: BoundInputs | None,
+        example_context: object,
+        programs: Sequence[BoundProgram],
+    ) -> None:
+        self._resolved = resolved
+        self._config = resolved.config
+        self._contract = contract
+        self._table = table
+        self._captures = captures
+        self._recorder = recorder
+        self._examples = examples
+        self._example_context = example_context
+        self._programs = programs
+
+    def run(self, phase: Phase, buckets: Sequence[int] | None) -> None:
+        """Builds and captures buckets of a phase, all if None, and builds what lies above the ladder.
+
+        Raises: ConfigError for what is no bucket; InputError when the inputs are not known; as `Runtime.run` otherwise.
+        """
+        ladder = self._resolved.ladders[phase]
+        for bucket in buckets or ():
+            if bucket not in ladder:
+                raise ConfigError(
+                    f"warm_up: expected buckets of {phase}, {', '.join(map(str, ladder))}, got {bucket!r}; leave it out"
+                )
+        if not is_traced(self._config.phase(phase)) and not is_captured(self._config.phase(phase)):
+            return
+        for bound in self.known_inputs():
+            # The largest first: a pool in which it has been needs little more for the others.
+            for bucket in sorted(ladder if buckets is None else buckets, reverse=True):
+                entry = self._table.build(phase, bound, bucket, in_step=False)
+                if entry.captures:
+                    self.capture(entry, bound, in_step=False)
+            above = {**bound.sizes, TOKENS: ladder.max + 1}
+            self._table.build(phase, dataclasses.replace(bound, sizes=above), None, in_step=False)
+
+    def capture_largest(self, entry: Entry, bound: BoundInputs) -> None:
+        """Captures a phase's largest bucket before its first step, if it may be run on padding.
+
+        What comes later finds room in the memory that it needed; in order of arrival each larger bucket would add its
+        own.
+        """
+        config, largest = self._config.phase(entry.phase), self._resolved.ladders[entry.phase].max
+        needs_compile = config.specialize == "all" or largest in config.specialize
+        if entry.bucket == largest or self._example_context is None or needs_compile:
+            return
+        try:
+            other = self._table.build(entry.phase, bound, largest, in_step=True)
+            self.capture(other, bound, in_step=True)
+        except Exception as error:  # the step itself does not need it
+            scope = Scope(phase=entry.phase, bucket=largest, in_step=True)
+            self._recorder.within(scope).fallback(f"the largest bucket could not be captured first: {error}")
+
+    def capture(self, entry: Entry, bound: BoundInputs, *, in_step: bool) -> None:
+        """Runs an entry's program on padding, and captures it. Raises: InputError if that needs a context."""
+        assert self._captures is not None
+        scope = Scope(phase=entry.phase, bucket=entry.bucket, in_step=in_step)
+        padding = step_of_padding(bound, self._examples, self._contract)
+        sizes = {**padding.sizes, TOKENS: entry.size or padding.num_tokens}
+        step = Step(entry, entry.program, padding, sizes, self._example_context, self._recorder.within(scope))
+        try:
+            self._captures.run(step, is_padding=True)
+        except ContextError as error:
+            if self._example_context is not None:
+                raise
+            raise InputError(
+                f"warm_up: capturing runs each bucket once, and a split op asked for the step's context; pass "
+                f"example_context=... to Runtime, a context of no tokens. {error}"
+            ) from error
+
+    def capture_entry(self, entry: Entry) -> bool:
+        """Captures an entry on padding between two steps, if there is a context for that; whether it did."""
+        if self._captures is None or self._example_context is None:
+            return False
+        self.capture(entry, BoundInputs({}, entry.signature, entry.sizes), in_step=False)
+        return True
+
+    def call_first(self, program: Program, signature: Signature, recorder: Recorder) -> None:
+        """Calls a new program once on padding, beside the steps: what it loads and sets up then is not in a step.
+
+        Not where it writes into its inputs, or wants a context and there is none: then its first step does.
+        """
+        low, high = program.interval.low, program.interval.high
+        size = low if low > FIRST_CALL_TOKENS or (high is not None and high < FIRST_CALL_TOKENS) else FIRST_CALL_TOKENS
+        bound = BoundInputs({}, signature, free_sizes(signature))
+        if program.written_inputs or under_ambient_state(signature) != signature:
+            return
+        padding = step_of_padding(bound, self._examples, self._contract)
+        sizes = {**padding.sizes, TOKENS: size}
+        if not program.holds_at(sizes):
+            return
+        started = time.perf_counter()
+        devices = {tensor.device for tensor in padding.tensors.values() if tensor.is_cuda}
+        try:
+            with _streams_of_its_own(devices):
+                context = pad_context(self._example_context, padding, size, self._contract, recorder.warn)
+                with torch.inference_mode(), use_context(context), inside_step():
+                    program(self._contract.pad_to_bucket(padding, size), sizes, padding.sizes)
+        except Exception as error:  # a step finds out, and says so
+            recorder.record(
+                "first_call", seconds=time.perf_counter() - started, error=f"{type(error).__name__}: {error}"
+            )
+            return
+        recorder.record("first_call", seconds=time.perf_counter() - started)
+
+    def smallest(self, phase: Phase) -> int:
+        """The first bucket of a phase's ladder."""
+        return self._resolved.ladders[phase].buckets[0]
+
+    def example_inputs(self) -> list[BoundInputs]:
+        """Inputs that are known before the first step; there may be none."""
+        return self.known_inputs() if self._examples is not None or self._programs else []
+
+    def known_inputs(self) -> list[BoundInputs]:
+        """Inputs to warm up with: those of earlier steps, else the examples. Raises: InputError without any."""
+        signatures = [family.signature for family in list(self._table.families.values())]
+        if self._examples is not None:
+            signatures.insert(0, self._examples.signature)
+        signatures += [program.signature for program, _ in self._programs]
+        signatures += [signature for _, signature, _ in list(self._table.entries)]
+        signatures = list(dict.fromkeys(map(under_ambient_state, signatures)))
+        if not signatures:
+            raise InputError(
+                "warm_up: the inputs are not known before the first step; pass example_inputs={name: tensor, ...} to "
+                "Runtime, or call run() first"
+            )
+        return [BoundInputs({}, signature, free_sizes(signature)) for signature in signatures[:MAX_SIGNATURES]]
+
+
+@contextlib.contextmanager
+def _streams_of_its_own(devices: set[torch.device]) -> Iterator[None]:
+    """On CUDA: another stream, whose work is done at the end, so that steps need not wait for it."""
+    with contextlib.ExitStack() as stack:
+        streams = [torch.cuda.Stream(device) for device in devices]
+        for stream in streams:
+            # What the padding was filled with comes first.
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+            stack.enter_context(torch.cuda.stream(stream))
+        yield
+        for stream in streams:
+            stream.synchronize()
