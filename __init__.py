@@ -36,6 +36,8 @@ _EXPORTS = {
     # what an engine holds
     "PortableProgram": ".graphs.portable",
     "Runtime": ".runtime.runtime",
+    "ModelFactory": ".runtime.model_factory",
+    "start_workers": ".runtime.building",
     "compilable": ".runtime.compilable",
     # what can go wrong
     "ArtifactError": ".errors",
@@ -105,7 +107,9 @@ if TYPE_CHECKING:
     from .phases import PhaseConfig as PhaseConfig
     from .phases import Startup as Startup
     from .phases import resolve as resolve
+    from .runtime.building import start_workers as start_workers
     from .runtime.compilable import compilable as compilable
+    from .runtime.model_factory import ModelFactory as ModelFactory
     from .runtime.runtime import Runtime as Runtime
 else:  # hidden from type checkers, to which a module with __getattr__ has every name
 

@@ -311,6 +311,7 @@ def _load(content: bytes) -> CompiledCallable:
     That one takes the first entry of its key in Inductor's cache, whatever guards it was made under: after a compile of
     the same graph for other sizes, the wrong one.
     """
+    import_compilers()  # which sets attributes of torch that a load uses
     from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCacheArtifact
     from torch._inductor.codecache import torch_key
     from torch._inductor.cudagraph_utils import BoxedDeviceIndex
@@ -337,6 +338,7 @@ def _load(content: bytes) -> CompiledCallable:
 
 def import_compilers() -> None:
     """Imports what compilers are made of, which takes seconds and is else done in the first compile."""
+    import torch._inductor.async_compile
     import torch._inductor.compile_fx
     import torch._inductor.standalone_compile  # noqa: F401
 

@@ -56,7 +56,8 @@ def _demo(arguments: argparse.Namespace) -> int:
         _say("")
         files = {"--html": arguments.html, "--json": arguments.json, "--trace": arguments.trace}
         flags = [word for flag, file in files.items() if file is not None for word in (flag, file)]
-        flags += ["--duration", arguments.duration]
+        # A second worker that shares two cores with the steps would slow them down.
+        flags += ["--duration", arguments.duration, "--compile-workers", "1" if (os.cpu_count() or 1) <= 2 else "2"]
         code = _command("bench", "startup", "--model", model, *compiler_flag, *flags)
         if code == 0:
             _say(f"\nThe timelines, to look at in a browser: {Path(arguments.html).absolute()}")

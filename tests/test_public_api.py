@@ -22,6 +22,8 @@ CONTRACT = {
         "split_ops",
         "fused_op",
         "fused_ops",
+        "ModelFactory",
+        "start_workers",
         "context_field",
         "get_context",
         "host_field",

@@ -30,13 +30,14 @@ def test_the_example_is_fifteen_lines():
     assert len(lines) <= 15
 
 
-@pytest.fixture
-def example(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def example(tmp_path_factory):
     """The example as a module that was imported: Dynamo and a split op's location want a real file."""
-    path = tmp_path / "readme_example.py"
-    path.write_text("\n".join(BLOCKS))
-    monkeypatch.syspath_prepend(tmp_path)
-    return vars(importlib.import_module("readme_example"))
+    folder = tmp_path_factory.mktemp("readme")
+    (folder / "readme_example.py").write_text("\n".join(BLOCKS))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield vars(importlib.import_module("readme_example"))
 
 
 def test_the_example_runs_and_counts_what_the_text_says(example, capsys):
@@ -82,6 +83,20 @@ def test_the_capture_examples_do_what_their_comments_say(example):
     with torch.inference_mode():
         plain = torch.nn.Linear.forward(scaled.model, torch.ones(3, 64))
     torch.testing.assert_close(example["scaled_y"], plain * torch.tensor([3.0, 3.0, 4.0])[:, None])
+
+
+def test_the_tiered_example_does_what_its_comments_say(example):
+    tiered = example["tiered"]
+    assert tiered.settled
+    counters = tiered.counters.as_dict()
+    assert counters["promotions"] == 1
+    assert counters["captures"] == 2
+    assert counters["in_step_seconds"] == 0
+    [entry] = [entry for entry in tiered.entries if entry.num_steps]
+    assert (entry.bucket, entry.program.kind) == (4, "general")
+    replays = [event.kind for event in tiered.events if event.kind in ("capture", "promote")]
+    assert replays == ["capture", "promote", "capture"]
+    tiered.close()
 
 
 def test_every_command_that_the_readme_names_exists():

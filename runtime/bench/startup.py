@@ -66,7 +66,8 @@ and
   in_step_captures       those of them that were made while a step waited for them
   in_boundary_captures   those of them that were made between two steps
   pool_bytes             what the captures hold of the device at the end; static buffers are not in it
-  peak_bytes             peak memory: resident of the process itself on CPU, reserved on the device on CUDA
+  peak_bytes             peak memory: resident of the process itself on CPU, reserved on the device on CUDA;
+                         without what compile workers take
   steps, events          every step, and every trace, compile, capture and promotion, with its second
 
 Without --cuda-graph-config, the compiler is inductor and every bucket is specialised; the buckets are 16 and 64 in

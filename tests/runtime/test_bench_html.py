@@ -198,7 +198,7 @@ def test_the_page_needs_nothing_else_and_says_in_words_what_it_draws() -> None:
     assert not [name for name, _ in elements.attributes if name in ("src", "href") or name.startswith("on")]
     assert not re.search(r"https?:|url\(|@import", text)
     assert "prefers-color-scheme: dark" in text
-    ids = [value for name, value in elements.attributes if name == "id"]
+    ids = [value or "" for name, value in elements.attributes if name == "id"]
     named = " ".join(value or "" for name, value in elements.attributes if name == "aria-labelledby").split()
     assert sorted(ids) == sorted(named)
     assert len(ids) == len(set(ids)) == 2 * 3

@@ -386,7 +386,14 @@ def test_a_warm_run_follows_a_cold_one_over_its_caches_and_no_others(
 
     monkeypatch.setattr(worker, "measure", lambda spec, *, cold: {"startup": spec.config["startup"], "cold": cold})
     monkeypatch.setattr(fresh, "_run_worker", run_worker)
-    about = {"model_dir": "", "dtype": None, "device": None, "trace": [], "steady": [], "steady_new_tokens": 2}
+    about: dict[str, Any] = {
+        "model_dir": "",
+        "dtype": None,
+        "device": None,
+        "trace": [],
+        "steady": [],
+        "steady_new_tokens": 2,
+    }
     spec = fresh.WorkerSpec(**about, config={}, max_num_seqs=1, max_num_batched_tokens=1)
     results = startup.compare(spec, [Startup.EAGER, Startup.LAZY], warm=True)
     assert [(result["startup"], result["cold"]) for result in results] == [
