@@ -115,7 +115,7 @@ class Child:
     def _note_events(self, steps: Steps) -> None:
         if isinstance(steps, OurSteps):
             runtime = steps.runtime
-            offset_s = runtime._recorder._started - self.started
+            offset_s = runtime.started_s - self.started
             self.result["events"] = events_as_data(runtime.events, offset_s)
             self.result["counters"] = runtime.counters.as_dict()
 

@@ -311,7 +311,7 @@ class CudaDevice:
     def _prepare(self) -> CaptureStream:
         """The stream that captures are made on, made or taken over before the first one."""
         if self._capture_stream is None:
-            gc.collect()  # a graph or a tensor that dies inside a capture would disturb it
+            # No garbage is collected first, which takes half a second of a large process: `gc_paused` is what counts.
             idle = _idle_streams.setdefault(self.device.index, [])
             self._capture_stream = idle.pop() if idle else CaptureStream(self.device)
             weakref.finalize(self, idle.append, self._capture_stream)

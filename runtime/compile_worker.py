@@ -77,6 +77,7 @@ def _supervise(start: Mapping[str, Any], jobs: int, answers: int) -> None:
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     prctl(_PR_SET_PDEATHSIG, END_SIGNAL, 0, 0, 0)
     if os.getppid() != start["parent"]:  # it was gone before that
+        shutil.rmtree(start["directory"], ignore_errors=True)
         os._exit(1)
     supervisor = os.getpid()
     worker = os.fork()
@@ -90,11 +91,13 @@ def _supervise(start: Mapping[str, Any], jobs: int, answers: int) -> None:
         for inherited in (0, 1, 2, answers):  # else the server would not see the worker's end
             os.close(inherited)
         status = _wait_for(worker)
-        _end_the_rest()
+        is_rest = not _end_the_rest()
         pipe = select.poll()
         pipe.register(jobs, 0)
         if any(events & select.POLLHUP for _, events in pipe.poll(0)):  # nobody writes to it any more
             shutil.rmtree(start["directory"], ignore_errors=True)
+        if is_rest:
+            os.killpg(0, signal.SIGKILL)  # and this process
         os._exit(status if status >= 0 else SIGNALLED - status)
     finally:
         os._exit(1)
@@ -110,10 +113,13 @@ def _wait_for(worker: int) -> int:
                 return os.waitstatus_to_exitcode(ended[1])
 
 
-def _end_the_rest() -> None:
-    """Ends what the worker had started, which is this process's own now; a C++ compiler cleans up after itself."""
+def _end_the_rest() -> bool:
+    """Ends what the worker had started, which is this process's own now: a C++ compiler cleans up after itself.
+
+    Returns whether nothing is left after a while.
+    """
     if os.getpgrp() != os.getpid():
-        return
+        return True
     deadline = time.monotonic() + _GRACE_S
     with contextlib.suppress(ChildProcessError):  # there is nothing left
         os.waitpid(-1, os.WNOHANG)
@@ -121,7 +127,8 @@ def _end_the_rest() -> None:
         while time.monotonic() < deadline:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
                 time.sleep(0.01)
-        os.killpg(0, signal.SIGKILL)
+        return False
+    return True
 
 
 class _Worker:
@@ -217,6 +224,7 @@ class _Worker:
         """Leaves an artifact; returns its name in the pool's directory."""
         from ..graphs.ambient import ambient_settings
         from ..graphs.artifact import check_saveable, save_piece
+        from ..graphs.compilers import benchmarks_capped
         from ..phases import Compiler
 
         compiler = Compiler.parse(message["compiler"], "compiler")
@@ -227,7 +235,8 @@ class _Worker:
                 if message["bucket"] is not None:
                     piece = piece.specialized(message["bucket"])
                 check_saveable(piece, compiler)
-                compiled = piece.compile(compiler, self._options)
+                with benchmarks_capped():
+                    compiled = piece.compile(compiler, self._options)
         except PortableError as error:
             notes = f"; it could not import {', '.join(missing)}" if missing else ""
             raise NoArtifactError(f"worker: it cannot build the piece: {error}{notes}") from error

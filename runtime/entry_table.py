@@ -173,8 +173,10 @@ class EntryTable:
     def _opened(self, phase: Phase, bound: BoundInputs, bucket: int | None, recorder: Recorder) -> Entry:
         config = self._config.phase(phase)
         entry = self._eager_entry(phase, bound, bucket, recorder)
-        # Until its program is there, the eager forward is captured, also of a phase that will capture pieces.
-        entry.captures = bucket is not None and is_captured(config)
+        # Until its program is there, the eager forward is captured. Not that of a phase that will capture pieces, whose
+        # backend that is not; but decode gains too much by it to wait: there it is cut at the split ops.
+        in_pieces = config.backend is Backend.TC_PIECEWISE
+        entry.captures = bucket is not None and is_captured(config) and (phase is Phase.DECODE or not in_pieces)
         entry.size = bucket if entry.captures else None
         if not is_traced(config):
             return entry
@@ -214,6 +216,7 @@ class EntryTable:
             family=family,
             program=special or choice.program,
             size=choice.size if bucket is not None else None,
+            captures=bucket is not None and is_captured(self._config.phase(entry.phase)),
             why=self._why(entry, choice, special is not None),
             fallback=choice.fallback,
             written_inputs=set(),

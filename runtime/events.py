@@ -209,6 +209,11 @@ class Recorder:
         return Recorder(self.counters, scope=scope, origin=self)
 
     @property
+    def started_s(self) -> float:
+        """Where `Event.at_s` counts from, on the clock of `time.perf_counter`."""
+        return self._started
+
+    @property
     def events(self) -> tuple[Event, ...]:
         """The newest events, oldest first."""
         return tuple(self._events)

@@ -353,6 +353,11 @@ class Runtime:
         return self._recorder.events
 
     @property
+    def started_s(self) -> float:
+        """When it was made, on the clock of `time.perf_counter`: events count from there."""
+        return self._recorder.started_s
+
+    @property
     def entries(self) -> tuple[Entry, ...]:
         """The entries made so far, by phase and bucket."""
         everything = tuple(self._table.entries.values())

@@ -53,7 +53,7 @@ def measure(spec: WorkerSpec, *, cold: bool) -> dict[str, Any]:
         for prompts in spec.steady:
             feeder.send_at_once(prompts, spec.steady_new_tokens)
         # The runtime's clock began inside the engine's construction.
-        offset_s = runtime._recorder._started - clock.started
+        offset_s = runtime.started_s - clock.started
         run = Run(
             ready_s=ready_s,
             served_s=served_s,

@@ -137,3 +137,35 @@ def test_inductor_fuses_what_has_unbacked_rows():
         program = make_program(Fn(function, weight=torch.randn(40)), {"x": torch.randn(3, 40)}, compiler="inductor")
     assert len(program.graph.split.pieces) == 1
     assert [fused.inner_kernel_number for fused in metrics.cpp_outer_loop_fused_inner_counts] == [2]
+
+
+def test_kernels_are_tried_out_briefly_and_with_pauses_beside_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU Inductor's benchmarker would take 25 ms and more for each way to run a kernel."""
+    from torch._inductor.runtime.benchmarking import benchmarker
+
+    from piecework.graphs import compilers
+
+    calls: list[dict[str, Any]] = []
+    slept: list[float] = []
+    clock = [0.0]
+
+    def measure(self: Any, call: Any, memory_warmup_iters: int = 100, **options: Any) -> float:
+        calls.append({"memory_warmup_iters": memory_warmup_iters, **options})
+        clock[0] += 0.004
+        if call is None:
+            raise RuntimeError("no kernel")
+        return 1.5
+
+    monkeypatch.setattr(type(benchmarker), "benchmark_gpu", measure)
+    monkeypatch.setattr(compilers.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(compilers.time, "sleep", slept.append)
+    with compilers.benchmarks_capped():
+        assert benchmarker.benchmark_gpu(len, benchmark_iters=1000) == 1.5
+        with pytest.raises(RuntimeError, match="no kernel"):
+            benchmarker.benchmark_gpu(None)
+    assert [call["memory_warmup_iters"] for call in calls] == [10, 10]
+    assert [call["benchmark_iters"] for call in calls] == [20, 20]
+    assert slept == pytest.approx([0.036, 0.036])
+    benchmarker.benchmark_gpu(len)
+    assert calls[-1] == {"memory_warmup_iters": 100}
+    assert len(slept) == 2

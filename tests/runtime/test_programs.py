@@ -183,12 +183,12 @@ def test_a_failed_specialisation_leaves_the_general_program(kit, monkeypatch):
     real = piece_module.compile_piece
     failures = []
 
-    def failing(compiler, graph_module, fake_mode):
+    def failing(compiler, graph_module, fake_mode, options):
         sizes = [node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder")]
         if not any(isinstance(s, torch.SymInt) for value in sizes for s in getattr(value, "shape", ())):
             failures.append(graph_module)
             raise pw.CompileError("compiler broke")
-        return real(compiler, graph_module, fake_mode)
+        return real(compiler, graph_module, fake_mode, options)
 
     monkeypatch.setattr(piece_module, "compile_piece", failing)
     runtime = kit.runtime(kit.Toy(), kit.config(decode={"specialize": (4,)}))
