@@ -62,7 +62,8 @@ def autocast_of(ambient: Sequence[str]) -> Iterator[None]:
     """Turns the autocast of these settings on, in this thread; the other settings are the whole process's."""
     with contextlib.ExitStack() as stack:
         for match in filter(None, map(_AUTOCAST.fullmatch, ambient)):
-            stack.enter_context(torch.autocast(match[1], dtype=_dtype(match[2])))
+            # Without its cache of casts: that is the whole process's, and its lock is held while Python runs.
+            stack.enter_context(torch.autocast(match[1], dtype=_dtype(match[2]), cache_enabled=False))
         yield
 
 

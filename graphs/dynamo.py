@@ -43,7 +43,10 @@ _STAND_IN_INT = 7_368_787_000
 class Capture:
     """The backend that Dynamo calls: keeps the graph, and stands in for its results."""
 
-    def __init__(self, samples: Mapping[str, torch.Tensor], keep_guards: bool) -> None:
+    def __init__(self, model: torch.nn.Module, samples: Mapping[str, torch.Tensor], keep_guards: bool) -> None:
+        self.model: torch.nn.Module | None = model
+        self.before_effects: ModelState | None = None
+        """What the model held when the trace was over: after that Dynamo does once what the forward does to it."""
         self.samples = samples
         self.keep_guards = keep_guards
         self.sizes: dict[tuple[str, int], sympy.Expr] = {}
@@ -70,8 +73,9 @@ class Capture:
 
         def run(*arguments: Any) -> tuple[Any, ...]:
             # The real parameters and buffers: what identifies each placeholder.
-            if not self.released:
+            if not self.released and self.model is not None:
                 self.arguments = arguments
+                self.before_effects = ModelState(self.model)
             return self.stand_ins
 
         return run
@@ -87,6 +91,7 @@ class Capture:
     def release(self) -> None:
         """Lets go of the model: Dynamo keeps every backend it has seen for the life of the process."""
         self.released = True
+        self.model = self.before_effects = None
         self.graph_module = self.shape_env = None
         self.arguments = ()
         self.samples = {}
@@ -259,6 +264,60 @@ def _quiet(name: str) -> Iterator[None]:
         torch_logger.setLevel(level)
 
 
+class ModelState:
+    """What a model's modules hold at one moment: attributes, and what is in the lists and dicts among them."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._tables = [
+            (table, dict(table))
+            for module in model.modules()
+            for table in (module.__dict__, *(module.__dict__[name] for name in _MODULE_TABLES))
+        ]
+        containers = [
+            value
+            for table, _ in self._tables
+            for key, value in table.items()
+            if isinstance(value, (list, dict)) and key not in _MODULE_TABLES
+        ]
+        # Most are the hooks that a module has none of.
+        self._contents = [
+            (value, (list(value) if isinstance(value, list) else dict(value)) if value else None)
+            for value in containers
+        ]
+
+    def restore(self) -> set[str]:
+        """Puts back what has changed since, and nothing else; returns the dotted names of that."""
+        moved = [(now, old) for now, old in self._tables if [*map(id, now.values())] != [*map(id, old.values())]]
+        changed = [(now, old) for now, old in self._contents if (now or old) and _ids(now) != _ids(old or ())]
+        names = _names_of_entries(self._model, moved) | _names_of_containers(self._model, changed)
+        for now, old in moved:
+            _restore_table(now, old)
+        for now, before in changed:
+            if isinstance(now, list):
+                now[:] = before or ()
+            else:
+                _restore_table(now, before or {})
+        return names
+
+
+def _restore_table(now: dict[Any, Any], old: Mapping[Any, Any]) -> None:
+    """Key by key: another thread may be looking. The order of the keys is put back only where keys are missing."""
+    for key in [key for key in now if key not in old]:
+        del now[key]
+    if any(key not in now for key in old):
+        now.clear()
+    now.update(old)
+
+
+def changes_error(names: set[str], error: type[Exception], where: str, who: str) -> Exception:
+    """The error for a forward that sets attributes of these names."""
+    return error(
+        f"{where}: the model's forward sets {', '.join(sorted(names))}; {who} would not do that on each step. "
+        f"Return the value, or write into a buffer in place (buffer.copy_(...))"
+    )
+
+
 @contextlib.contextmanager
 def unchanged(
     model: torch.nn.Module,
@@ -274,39 +333,14 @@ def unchanged(
     Raises:
         error: the body set something.
     """
-    tables = [
-        (table, dict(table))
-        for module in model.modules()
-        for table in (module.__dict__, *(module.__dict__[name] for name in _MODULE_TABLES))
-    ]
-    containers = [
-        value
-        for table, _ in tables
-        for key, value in table.items()
-        if isinstance(value, (list, dict)) and key not in _MODULE_TABLES
-    ]
-    # Most are the hooks that a module has none of.
-    contents = [
-        (value, (list(value) if isinstance(value, list) else dict(value)) if value else None) for value in containers
-    ]
+    before = ModelState(model)
+    names: set[str] = set()
     try:
         yield
     finally:
-        moved = [(table, old) for table, old in tables if [*map(id, table.values())] != [*map(id, old.values())]]
-        changed = [(now, old) for now, old in contents if (now or old) and _ids(now) != _ids(old or ())]
-        names = _names_of_entries(model, moved) | _names_of_containers(model, changed)
-        for table, old in moved:
-            table.clear()
-            table.update(old)
-        for now, before in changed:
-            now.clear()
-            if before:
-                now.extend(before) if isinstance(now, list) else now.update(before)
-    if moved or changed:
-        raise error(
-            f"{where}: the model's forward sets {', '.join(sorted(names))}; {who} would not do that on each step. "
-            f"Return the value, or write into a buffer in place (buffer.copy_(...))"
-        )
+        names = before.restore()
+    if names:
+        raise changes_error(names, error, where, who)
 
 
 _MODULE_TABLES = ("_parameters", "_buffers", "_modules")

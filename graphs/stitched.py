@@ -9,11 +9,11 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from ..phases import Compiler
 from . import audit
-from .bindings import FrozenTensor, InputBinding, PlaceholderBinding, SizeBinding
+from .bindings import FrozenTensor, InputBinding, ModelTensor, PlaceholderBinding, SizeBinding
 from .blank import blank_outputs
 from .compilers import DEFAULT_OPTIONS, CompiledCallable, CompilerOptions
 from .data_sizes import DataSize, find_data_size
@@ -158,6 +158,23 @@ class PiecewiseGraph:
                 return found
         return None
 
+    @functools.cached_property
+    def pieces_write_model(self) -> bool:
+        """Whether a piece, and not a split op, writes into a tensor of the model: each call counts then."""
+        root = self.split.root
+        placeholders = zip(root.find_nodes(op="placeholder"), self.traced.bindings.placeholders, strict=True)
+        own = {node for node, binding in placeholders if isinstance(binding, ModelTensor)}
+        writes = {
+            fingerprint: _written_placeholders(self.built(first).graph_module)
+            for fingerprint, (first, *_) in self.distinct_pieces().items()
+        }
+        for call in root.find_nodes(op="call_module"):
+            for i in writes[self.fingerprints[str(call.target)]]:
+                argument = call.args[i]
+                if isinstance(argument, Node) and self.memories[argument] & own:
+                    return True
+        return False
+
     def distinct_pieces(self) -> dict[str, list[Piece]]:
         """The pieces of each fingerprint, in order of first appearance."""
         groups: dict[str, list[Piece]] = {}
@@ -237,6 +254,13 @@ class PiecewiseGraph:
         if bucket is not None:
             intervals = {**intervals, TOKENS: audit.Interval(bucket, bucket)}
         return Program(self, calls, kind=kind, intervals=intervals)
+
+
+def _written_placeholders(graph_module: GraphModule) -> list[int]:
+    """Indices of the placeholders that a piece writes into."""
+    nodes, placeholders = graph_module.graph.nodes, graph_module.graph.find_nodes(op="placeholder")
+    written = {memory_of(argument) for node in nodes for argument in mutated_arguments(node)} - {None}
+    return [i for i, placeholder in enumerate(placeholders) if memory_of(placeholder) in written]
 
 
 def _written(traced: Traced) -> list[PlaceholderBinding]:

@@ -7,6 +7,7 @@ structure that the model returns is read off from stand-ins for the graph's outp
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -24,12 +25,12 @@ from .dynamo import (
     Capture,
     GuardCheck,
     Mode,
+    changes_error,
     dynamo_settings,
     equal_dims,
     example_value,
     make_samples,
     traceable_forward,
-    unchanged,
 )
 from .inputs import TOKENS, InputContract, Signature
 from .outputs import map_leaves
@@ -192,7 +193,7 @@ class _Attempt:
         samples = make_samples(signature, contract, sizes, mode)
         names = [name for name, *_ in signature.tensors]
         named_samples = dict(zip(names, samples, strict=True))
-        capture = Capture(named_samples, self._evaluate_guards)
+        capture = Capture(model, named_samples, self._evaluate_guards)
         forward = traceable_forward(model, names, dict(signature.constants), equal_dims(names, contract))
         compiled = torch.compile(
             forward,
@@ -202,12 +203,15 @@ class _Attempt:
             options={"guard_filter_fn": capture.filter_guards},
         )
         try:
-            with dynamo_settings(), unchanged(model):
-                if regions is None:
+            with dynamo_settings(), regions.marked() if regions is not None else contextlib.nullcontext():
+                try:
                     returned = compiled(*samples)
-                else:
-                    with regions.marked():
-                        returned = compiled(*samples)
+                finally:
+                    # Of what the trace took, only its last moment: steps of other threads may use the model, and its
+                    # tensors may be replaced meanwhile.
+                    names = capture.before_effects.restore() if capture.before_effects is not None else set()
+                if names:
+                    raise changes_error(names, TraceError, "trace", "a compiled program")
             traced = _read(capture, returned, TensorIndex(model, named_samples), contract, sizes, regions)
             guards = GuardCheck(compiled, contract) if self._evaluate_guards else None
             return dataclasses.replace(traced, mode=mode, guards=guards)

@@ -11,12 +11,14 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import CancelledError
 
 from ..errors import PieceworkError, WorkerLostError
 from ..graphs.ambient import autocast_of
 from ..graphs.inputs import TOKENS
+from ..graphs.random_state import restores_ignored
 from .entries import Entry, EntryKey
 from .entry_table import EntryTable
 from .events import Recorder, Scope
@@ -26,6 +28,8 @@ from .promotion import GAIN
 
 MAX_ATTEMPTS = 3
 """Times that something is tried whose worker was lost; what fails for its own reasons is not tried again."""
+_LOOK_S = 1.0
+"""Seconds after which the thread looks whether there is a runtime still."""
 BACKOFF_S = 1.0
 """Wait before the second attempt; twice as long before each further one."""
 
@@ -35,6 +39,9 @@ class _Wish:
     """That something better is made for the entry of a bucket."""
 
     key: EntryKey
+    size: int
+    """The number of tokens that a program is wanted for."""
+    sizes: Mapping[str, int]
     attempts: int = 0
     not_before: float = 0.0
     """On the monotonic clock."""
@@ -63,7 +70,9 @@ class Background:
         self._builder = builder
         self._recorder = recorder
         self._on_change = on_change
-        self._wishes: dict[EntryKey, _Wish] = {}
+        self._wishes: dict[Hashable, _Wish] = {}
+        self._refused: set[Hashable] = set()
+        """Sizes for which there will be no program."""
         self._changed = threading.Condition()
         self._is_working = False
         self._closed = False
@@ -72,16 +81,26 @@ class Background:
     def want(self, entry: Entry) -> None:
         """Asks for something better than the entry has; returns at once."""
         if not entry.is_at_best:
-            with self._changed:
-                if self._closed:
-                    return
-                key = (entry.phase, entry.signature, entry.bucket)
-                self._wishes.setdefault(key, _Wish(key))
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="piecework-background", daemon=True)
-                    self._thread.start()
-                self._changed.notify_all()
+            key = (entry.phase, entry.signature, entry.bucket)
+            self._add(key, _Wish(key, _size(entry), entry.sizes))
         self._on_change()
+
+    def want_sizes(self, entry: Entry, size: int, sizes: Mapping[str, int]) -> None:
+        """Asks for a program of the entry's family at sizes at which its own does not hold; returns at once."""
+        key = (entry.phase, entry.signature, entry.bucket)
+        self._add((key, size, frozenset(sizes.items())), _Wish(key, size, dict(sizes)))
+
+    def _add(self, name: Hashable, wish: _Wish) -> None:
+        with self._changed:
+            if self._closed or name in self._refused:
+                return
+            self._wishes.setdefault(name, wish)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=_run, args=(weakref.ref(self), self._changed), name="piecework-background", daemon=True
+                )
+                self._thread.start()
+            self._changed.notify_all()
 
     @property
     def is_idle(self) -> bool:
@@ -94,53 +113,56 @@ class Background:
         with self._changed:
             self._changed.wait(timeout_s)
 
-    def close(self, timeout_s: float = 60.0) -> None:
-        """Ends the thread; waits for what it does itself at the moment."""
+    def end(self) -> None:
+        """Lets the thread come to its end; `close` waits for it."""
         with self._changed:
             self._closed = True
             self._wishes.clear()
             self._changed.notify_all()
-            thread = self._thread
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Ends the thread; waits for what it does itself at the moment, at most so long."""
+        self.end()
+        thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout_s)
 
-    def _run(self) -> None:
-        while (wish := self._next()) is not None:
-            try:
-                with self._foreseen():
-                    self._fulfil(wish)
-            except BaseException as error:  # whatever a compiler raises; a step must not be hurt
-                self._give_up(wish, error)
-            finally:
-                with self._changed:
-                    self._is_working = False
-                    self._changed.notify_all()
-                self._on_change()
-
-    def _next(self) -> _Wish | None:
-        """Waits for the most valuable wish; None: this is the end."""
+    def work(self) -> float | None:
+        """Fulfils one wish. Returns how long to wait before the next look, in seconds; None: this is the end."""
         with self._changed:
-            while not self._closed:
-                now = time.monotonic()
-                self._drop_fulfilled()
-                ready = [wish for wish in self._wishes.values() if wish.not_before <= now]
-                if ready:
-                    self._is_working = True
-                    return max(ready, key=self._value)
-                waits = [wish.not_before - now for wish in self._wishes.values()]
+            if self._closed:
+                return None
+            now = time.monotonic()
+            self._drop_fulfilled()
+            ready = {name: wish for name, wish in self._wishes.items() if wish.not_before <= now}
+            if not ready:
                 self._changed.notify_all()
-                self._changed.wait(min(waits, default=None))
-            return None
+                return min([_LOOK_S, *(wish.not_before - now for wish in self._wishes.values())])
+            name = max(ready, key=lambda each: self._value(ready[each]))
+            self._is_working = True
+        try:
+            with self._foreseen(), restores_ignored():
+                self._fulfil(ready[name])
+        except BaseException as error:  # whatever a compiler raises; a step must not be hurt
+            self._give_up(name, ready[name], error)
+        finally:
+            with self._changed:
+                self._is_working = False
+                self._changed.notify_all()
+            self._on_change()
+        return 0.0
 
     def _drop_fulfilled(self) -> None:
-        for key in list(self._wishes):
-            entry = self._table.entries.get(key)
-            if entry is None or entry.is_at_best or _next_kind(entry) is None:
-                del self._wishes[key]
+        for name, wish in list(self._wishes.items()):
+            entry = self._table.entries.get(wish.key)
+            # An entry's own wish goes with it; one for other sizes does not depend on what the entry has.
+            is_over = entry is None or (name == wish.key and entry.is_at_best)
+            if is_over or name in self._refused or entry is None or _next_kind(entry, wish) is None:
+                del self._wishes[name]
 
     def _value(self, wish: _Wish) -> float:
         entry = self._table.entries.get(wish.key)
-        kind = _next_kind(entry) if entry is not None else None
+        kind = _next_kind(entry, wish) if entry is not None else None
         return 0.0 if entry is None or kind is None else (entry.num_steps + 1) * GAIN[kind]
 
     def _fulfil(self, wish: _Wish) -> None:
@@ -150,7 +172,6 @@ class Background:
             return
         family = entry.source
         recorder = self._recorder.within(Scope(phase=entry.phase, bucket=entry.bucket))
-        size = _size(entry)
         with self._table.lock, autocast_of(family.signature.ambient):
             if self._closed:
                 return
@@ -160,13 +181,14 @@ class Background:
                     "not promoted: torch has other settings than in the step", inputs=str(family.signature)
                 )
                 return
-            choice = family.choose(size, entry.sizes, recorder, self._builder)
+            choice = family.choose(wish.size, wish.sizes, recorder, self._builder)
             if choice.program is None:
-                entry.given_up = choice.fallback
-            elif entry.target == "specialized" and _next_kind(entry) == "specialized":
+                if wish.size == _size(entry):
+                    entry.given_up = choice.fallback
+            elif _next_kind(entry, wish) == "specialized":
                 family.specialized(choice.size, choice.program, recorder, self._builder)
 
-    def _give_up(self, wish: _Wish, error: BaseException) -> None:
+    def _give_up(self, name: Hashable, wish: _Wish, error: BaseException) -> None:
         if self._closed or isinstance(error, CancelledError):
             return
         phase, _, bucket = wish.key
@@ -178,21 +200,34 @@ class Background:
             recorder.fallback("a compile worker was lost: tried again later", because=str(error), seconds=delay)
             return
         text = str(error) if isinstance(error, PieceworkError) else f"{type(error).__name__}: {error}"
-        if (entry := self._table.entries.get(wish.key)) is not None:
+        self._refused.add(name)
+        if name == wish.key and (entry := self._table.entries.get(wish.key)) is not None:
             entry.given_up = f"a better program could not be made: {text.strip().partition(chr(10))[0]}"
         recorder.fallback("not promoted: a better program could not be made", because=text)
         recorder.record("promotion_failed", error=text, attempts=wish.attempts)
 
 
-def _next_kind(entry: Entry) -> str | None:
-    """The kind of program that is to be made next for an entry; None: there is nothing to make."""
+def _run(background: weakref.ReferenceType[Background], changed: threading.Condition) -> None:
+    """The thread. It keeps no runtime alive that nobody else holds."""
+    while (mine := background()) is not None:
+        delay = mine.work()
+        del mine
+        if delay is None:
+            return
+        if delay:
+            with changed:
+                changed.wait(delay)
+
+
+def _next_kind(entry: Entry, wish: _Wish) -> str | None:
+    """The kind of program that is to be made next for a wish; None: there is nothing to make."""
     family = entry.source
     if family is None:
         return None
-    choice = family.known(_size(entry), entry.sizes)
+    choice = family.known(wish.size, wish.sizes)
     if choice is None:
         return "general"
-    if choice.program is None or entry.target != "specialized":
+    if choice.program is None or entry.target != "specialized" or wish.size != _size(entry):
         return None
     return "specialized" if family.known_specialized(choice.size, choice.program) is None else None
 

@@ -18,6 +18,7 @@ import torch
 from ..errors import CaptureError, RuntimeClosedError
 from ..graphs import breakable, full, piecewise
 from ..graphs.addresses import Addresses, ModelBindings
+from ..graphs.ambient import autocast_of
 from ..graphs.capture import Capture, Forward, Observed, Work, buffered_outputs
 from ..graphs.device import GraphDevice
 from ..graphs.dynamo import unchanged
@@ -210,12 +211,18 @@ class Captures:
             if self._closed or not slot.waits or slot.work is None:
                 slot.waits = False
                 return False
-            if under_ambient_state(slot.entry.signature) != slot.entry.signature:
-                return False  # under the settings of torch of this thread it would be another one
-            slot.waits = False
-            self._room.make_room(slot, recorder)
-            with torch.inference_mode(), use_context(slot.context), inside_step():
-                return self._capture_and_settle(slot, recorder)
+            signature = slot.entry.signature
+            with autocast_of(signature.ambient):
+                if under_ambient_state(signature) != signature:
+                    return False  # under other settings of torch it would be another one
+                slot.waits = False
+                self._room.make_room(slot, recorder)
+                with torch.inference_mode(), use_context(slot.context), inside_step():
+                    return self._capture_and_settle(slot, recorder)
+
+    def can_hold(self, entry: Entry) -> bool:
+        """Whether there is a place for captures of an entry."""
+        return self._slots.has_table(entry)
 
     def drop(self, entry: Entry) -> None:
         """Releases the captures of an entry in whose place another one came."""

@@ -159,6 +159,11 @@ class _Slot:
     def __reduce__(self) -> tuple[type[_Slot], tuple[()]]:
         return _Slot, ()
 
+    def close(self) -> None:
+        """Closes the Runtime, if there is one: it may have threads and processes."""
+        if self.runtime is not None:
+            self.runtime.close()
+
     def count_plain(self) -> None:
         """Counts a call with grad enabled. Makes no Runtime: that is a call which may never need one."""
         if self.runtime is None:
@@ -248,7 +253,7 @@ def _applying(plain: Callable[..., Any]) -> Callable[..., Any]:
         result = plain(self, *args, **kwargs)
         if _SLOT in self.__dict__ and _layouts(self) != before:
             # What was traced for the old dtypes would not be noticed to be wrong.
-            del self.__dict__[_SLOT]
+            self.__dict__.pop(_SLOT).close()
         return result
 
     return _apply

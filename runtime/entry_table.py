@@ -89,12 +89,16 @@ class EntryTable:
         self._bindings = bindings
         self._recorder = recorder
 
-    def clear(self) -> None:
-        """Drops every entry and program."""
-        with self.lock:
+    def clear(self, timeout_s: float = 60.0) -> None:
+        """Drops every entry and program; waits at most so long for one that is being built: that is dropped too."""
+        is_mine = self.lock.acquire(timeout=timeout_s)
+        try:
             self.entries.clear()
             self.families.clear()
             self.compiled.clear()
+        finally:
+            if is_mine:
+                self.lock.release()
 
     def pick(self, phase: Phase, bound: BoundInputs) -> tuple[Entry, AnyProgram, Mapping[str, int]]:
         """The entry for a step, the program that runs, and the sizes it runs at."""
@@ -148,11 +152,12 @@ class EntryTable:
             started = time.perf_counter()
             entry = self._make_entry(phase, bound, bucket, recorder)
             entry.build_s = time.perf_counter() - started
-            if known is None:
-                with self._opening:
+            with self._opening:
+                # A step may have opened it meanwhile, or a boundary replaced it.
+                if key in self.entries:
+                    self.replace(self.entries[key], entry)
+                else:
                     self.entries[key] = entry
-            else:
-                self.replace(known, entry)
             recorder.record("entry", seconds=entry.build_s, program=entry.program.kind, why=entry.why)
         return entry
 
@@ -233,6 +238,10 @@ class EntryTable:
             self.entries[key] = new
         self.on_replaced(old)
         return True
+
+    def is_traced(self, phase: Phase) -> bool:
+        """Whether a phase runs traced programs."""
+        return is_traced(self._config.phase(phase))
 
     def _is_specialized(self, entry: Entry) -> bool:
         specialize = self._config.phase(entry.phase).specialize

@@ -70,12 +70,10 @@ class Promotions:
 
     def look(self) -> None:
         """Lets the next boundary look for something to do."""
-        self.is_due = True
+        self.is_due = self._budget_s > 0 or self._agreement is not None
 
     def before_step(self) -> None:
         """The boundary before a step; another thread's step does not wait for it."""
-        if self._budget_s == 0 and self._agreement is None:
-            return
         if self._agreement is not None:  # every rank's, or the others would wait for it
             with self._lock:
                 self._at_boundary(self._budget_s)
@@ -88,19 +86,27 @@ class Promotions:
     def between_steps(self, budget_s: float | None) -> int:
         """A boundary that the caller makes; None: everything that there is. Returns how much was done."""
         with self._lock:
-            return self._at_boundary(budget_s)
+            return self._at_boundary(budget_s, is_step=False)
+
+    def all_agree(self, *answers: bool) -> list[bool]:
+        """Whether all ranks say yes, for each; every rank must ask."""
+        if self._agreement is None:
+            return [*answers]
+        return [bool(answer) for answer in self._agreement.agree([*map(int, answers)])]
 
     @property
     def has_work(self) -> bool:
         """Whether a boundary would find something to do."""
         return bool(self._work())
 
-    def _at_boundary(self, budget_s: float | None) -> int:
+    def _at_boundary(self, budget_s: float | None, *, is_step: bool = True) -> int:
         started = time.perf_counter()
         self.is_due = False  # what comes from now on is looked at next time
         if self._agreement is not None:
-            self._agree()
-        num_done, overran = 0, False
+            self._agree(is_step)
+        num_done = 0
+        if is_step and budget_s == 0:
+            return 0
         tried: set[Callable[[], bool]] = set()
         while (left := [work for work in self._work() if work.do not in tried]) != []:
             work = max(left, key=lambda each: each.value)
@@ -111,6 +117,8 @@ class Promotions:
                 break
             tried.add(work.do)
             num_done += work.do()
+        if self._captures is not None and self._captures.waiting:
+            self.look()
         seconds = time.perf_counter() - started
         overran = budget_s is not None and seconds > budget_s and num_done > 0
         if overran:
@@ -172,18 +180,21 @@ class Promotions:
         self._capture_s[str(slot.backend)] = time.perf_counter() - started
         return is_made
 
-    def _agree(self) -> None:
-        """Promotes what all ranks can: they ask each other at the same boundaries, while something is pending.
+    def _agree(self, is_step: bool) -> None:
+        """Promotes what all ranks can, while something is pending.
 
         What is pending follows from the steps and from earlier agreements alone, so it is the same on all ranks.
+
+        Args:
+            is_step: whether a step follows, which all ranks make: then they ask now and then, else each time.
         """
         assert self._agreement is not None
         pending = [entry for entry in list(self._table.entries.values()) if self._is_pending(entry)]
         if not pending:
             return
         self.is_due = True
-        self._num_boundaries += 1
-        if self._num_boundaries % self._agreement.interval:
+        self._num_boundaries += is_step
+        if is_step and self._num_boundaries % self._agreement.interval:
             return
         levels = []
         for entry in pending:

@@ -122,7 +122,6 @@ class Runtime:
         self._outputs = OutputContract(output_dims)
         self._witness = MutationWitness() if self.config.evaluate_guards else None
         self._closed = False
-        deadline = time.monotonic() + self.config.startup_budget
         self.ready = False
         """Whether the constructor is done; of use where a server asks while another thread builds."""
         startup_of = {phase: self.config.startup_of(phase) for phase in Phase}
@@ -175,9 +174,20 @@ class Runtime:
         )
         self._tiering: Tiering | None = None
         self._workers = workers
+        try:
+            self._start(startup_of, device, model_factory, process_group)
+        except BaseException:
+            self.close()  # what was started must not outlive it
+            raise
+
+    def _start(
+        self, startup_of: Mapping[Phase, Startup], device: torch.device, factory: ModelFactory | None, group: Any
+    ) -> None:
+        """The end of the constructor: what the startup policies do before ready."""
+        deadline = time.monotonic() + self.config.startup_budget
         policies: dict[Startup, StartupPolicy] = {Startup.LAZY: Lazy(), Startup.EAGER: Eager()}
-        if tiered:
-            self._tiering = self._make_tiering(device, model_factory, process_group)
+        if Startup.TIERED in startup_of.values():
+            self._tiering = self._make_tiering(device, factory, group)
             policies[Startup.TIERED] = Tiered(self._tiering, self._remembering.order, deadline)
         self._table.policies = {phase: policies[startup_of[phase]] for phase in Phase}
         for phase in Phase:
@@ -408,6 +418,8 @@ class Runtime:
     def close(self) -> None:
         """Drops every program and capture, and gives their memory back. A later `run` raises; twice is fine."""
         self._closed = True
+        if self._tiering is not None:
+            self._tiering.end()  # before its workers: that they are gone is then no loss
         if self._workers is not None:
             self._workers.close()
         if self._tiering is not None:

@@ -43,6 +43,8 @@ class Lazy:
 
     def first_entry(self, table: EntryTable, phase: Phase, bound: BoundInputs, bucket: int | None) -> Entry:
         """Traces and compiles it. Raises: TraceError, CompileError, InputError."""
+        if not table.is_traced(phase):
+            return table.open(phase, bound, bucket)  # waits for nothing that another phase compiles
         return table.build(phase, bound, bucket, in_step=True)
 
     def missing(self, table: EntryTable, entry: Entry, size: int, sizes: Mapping[str, int]) -> Choice:
@@ -85,5 +87,6 @@ class Tiered:
         return entry
 
     def missing(self, table: EntryTable, entry: Entry, size: int, sizes: Mapping[str, int]) -> Choice:
-        """The eager forward."""
+        """The eager forward; asks the background for a program."""
+        self._tiering.background.want_sizes(entry, size, sizes)
         return eager_choice(size, "no program for this size is ready: eager")

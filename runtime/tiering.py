@@ -52,7 +52,9 @@ class Tiering:
         slots = self._captures.state_of(entry) if self._captures is not None else []
         if not entry.num_steps and not slots:
             return True  # it was made ready, and not seen yet
-        return entry.is_at_best and (not entry.captures or (bool(slots) and not any(slot.waits for slot in slots)))
+        if not entry.is_at_best or any(slot.waits for slot in slots):
+            return False
+        return not entry.captures or bool(slots) or (self._captures is not None and not self._captures.can_hold(entry))
 
     def before_step(self) -> None:
         """The boundary before a step."""
@@ -97,31 +99,46 @@ class Tiering:
                 self._capture_on_padding(entry)
 
     def settle_before_ready(self, deadline: float) -> None:
-        """Promotes and captures until all that `prewarm` began is at its best, or the deadline has passed."""
+        """Promotes and captures until all that `prewarm` began is at its best, or the deadline has passed.
+
+        Several ranks end together: when all are at their best, or the first one's time is over.
+        """
         while True:
             self.promotions.between_steps(None)
             entries = list(self._table.entries.values())
             for entry in entries:
                 if entry.is_at_best and time.monotonic() < deadline:
                     self._capture_on_padding(entry)
-            if all(entry.is_at_best for entry in entries):
+            is_done, has_time = self.promotions.all_agree(
+                all(entry.is_at_best for entry in entries), time.monotonic() < deadline
+            )
+            if is_done:
                 return
-            if time.monotonic() >= deadline:
+            if not has_time:
                 self._recorder.counters.add("startup_budget_hits")
                 return
             self.background.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
 
     def wait_settled(self, timeout_s: float | None) -> bool:
-        """Makes boundaries until everything is settled, or for so long; whether it is."""
+        """Makes boundaries until everything is settled, or for so long; whether it is.
+
+        False too where only a step can bring it further. Several ranks end together, as in `settle_before_ready`.
+        """
         deadline = time.monotonic() + timeout_s if timeout_s is not None else None
         while True:
-            self.between_steps(None)
-            if self.is_settled:
+            was_idle = self.background.is_idle  # before the look: what came since is seen in the next round
+            num_done = self.between_steps(None)
+            can_go_on = bool(num_done) or not was_idle
+            has_time = deadline is None or time.monotonic() < deadline
+            # The least of "goes on" would end a rank that waits for another one: so it is asked the other way round.
+            is_settled, has_time, all_stuck = self.promotions.all_agree(self.is_settled, has_time, not can_go_on)
+            if is_settled:
                 return True
-            left = deadline - time.monotonic() if deadline is not None else _LOOK_S
-            if left <= 0:
+            if not has_time or all_stuck:
                 return False
-            self.background.wait(min(left, _LOOK_S))
+            left = deadline - time.monotonic() if deadline is not None else _LOOK_S
+            if not num_done:
+                self.background.wait(max(0.0, min(left, _LOOK_S)))
 
     def note_settled(self) -> None:
         """Records when everything has settled, and each time that it does again."""
@@ -129,6 +146,10 @@ class Tiering:
         if is_settled and not self._was_settled and any(entry.num_steps for entry in self._table.entries.values()):
             self._recorder.record("settled")
         self._was_settled = is_settled
+
+    def end(self) -> None:
+        """Lets the background come to its end; `close` waits for it."""
+        self.background.end()
 
     def close(self) -> None:
         """Ends the background."""

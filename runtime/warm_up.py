@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ..errors import ConfigError, ContextError, InputError
+from ..graphs.ambient import autocast_of
 from ..graphs.inputs import TOKENS, BoundInputs, InputContract, Signature
 from ..graphs.program import Program
 from ..ops.context import use_context
@@ -113,18 +114,21 @@ class WarmUp:
         """Captures an entry on padding between two steps, if there is a context for that; whether it did."""
         if self._captures is None or self._example_context is None:
             return False
-        self.capture(entry, BoundInputs({}, entry.signature, entry.sizes), in_step=False)
+        with autocast_of(entry.signature.ambient):
+            if under_ambient_state(entry.signature) != entry.signature:
+                return False  # under other settings of torch it would be another one
+            self.capture(entry, BoundInputs({}, entry.signature, entry.sizes), in_step=False)
         return True
 
     def call_first(self, program: Program, signature: Signature, recorder: Recorder) -> None:
         """Calls a new program once on padding, beside the steps: what it loads and sets up then is not in a step.
 
-        Not where it writes into its inputs, or wants a context and there is none: then its first step does.
+        Not where it writes into its inputs or its model, or a context is missing: then its first step does.
         """
         low, high = program.interval.low, program.interval.high
         size = low if low > FIRST_CALL_TOKENS or (high is not None and high < FIRST_CALL_TOKENS) else FIRST_CALL_TOKENS
         bound = BoundInputs({}, signature, free_sizes(signature))
-        if program.written_inputs or under_ambient_state(signature) != signature:
+        if program.written_inputs or program.graph.pieces_write_model or under_ambient_state(signature) != signature:
             return
         padding = step_of_padding(bound, self._examples, self._contract)
         sizes = {**padding.sizes, TOKENS: size}

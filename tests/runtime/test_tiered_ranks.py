@@ -21,11 +21,11 @@ ROOT = Path(pw.__file__).parent
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
 
 
-def test_ranks_promote_together_although_one_is_ready_long_before(tmp_path: Path) -> None:
+def run_ranks(mode: str, folder: Path) -> list[dict[str, Any]]:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.runtime.tiered_ranks", str(rank), str(tmp_path)],
+            [sys.executable, "-W", "ignore", "-m", "tests.runtime.tiered_ranks", mode, str(rank), str(folder)],
             cwd=ROOT,
             env=environment,
             stderr=subprocess.PIPE,
@@ -39,7 +39,25 @@ def test_ranks_promote_together_although_one_is_ready_long_before(tmp_path: Path
             rank.kill()
             rank.wait()
     assert [rank.returncode for rank in ranks] == [0, 0], errors
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize(("mode", "settled", "program"), [("wait", True, "general"), ("short", False, None)])
+def test_ranks_that_wait_end_together(tmp_path: Path, mode: str, settled: bool, program: str | None) -> None:
+    first, second = run_ranks(mode, tmp_path)
+    assert first == second
+    assert first["settled"] is settled
+    assert program is None or first["programs"] == [program]
+
+
+def test_ranks_are_ready_together(tmp_path: Path) -> None:
+    first, second = run_ranks("budget", tmp_path)
+    assert first == second
+    assert set(first["programs"]) == {"general"}
+
+
+def test_ranks_promote_together_although_one_is_ready_long_before(tmp_path: Path) -> None:
+    first, second = run_ranks("steps", tmp_path)
     assert first["promoted"] == second["promoted"]
     assert sorted(bucket for bucket, *_ in first["promoted"]) == [2, 4, 8]
     assert first["early"] == 0  # rank 0 had its program, and waited

@@ -1,6 +1,7 @@
-"""One of two ranks of test_tiered_ranks.py: `python -m tests.runtime.tiered_ranks RANK FOLDER`.
+"""One of two ranks of test_tiered_ranks.py: `python -m tests.runtime.tiered_ranks MODE RANK FOLDER`.
 
-Both run the same steps. The programs of rank 1 are held back until rank 0 has had its own for a while.
+Both run the same steps. The programs of rank 1 are held back until rank 0 has had its own for a while. With mode `wait`
+they wait until all is settled, with `budget` before ready, and with `short` for less time than rank 1 needs.
 """
 
 from __future__ import annotations
@@ -20,15 +21,45 @@ from piecework.runtime.agreement import ProcessGroupAgreement
 from piecework.runtime.building import WorkerBuilder
 from piecework.runtime.programs import ProgramFamily
 
-from .toy_captures import Toy, config_of, plain, step
+from .toy_captures import Slots, Toy, config_of, plain, step, x_of
 
 SIZES = (4, 2, 7)
 LIMIT_S = 120.0
 
 
-def main(rank: int, folder: Path) -> None:
+def waiting(mode: str, rank: int, folder: Path) -> None:
+    """No steps but one: boundaries that are made by waiting, as many as each rank happens to make."""
+    join(rank, folder)
+    precompile = WorkerBuilder.precompile
+
+    def held(self: WorkerBuilder, *more: Any) -> None:
+        time.sleep(rank * 1.5)
+        precompile(self, *more)
+
+    WorkerBuilder.precompile = held  # type: ignore[method-assign]
+    limit_s = 0.4 if mode == "short" else LIMIT_S
+    budget = {"startup_budget": limit_s, "manifest": str(folder / f"manifest{rank}")} if mode == "budget" else {}
+    config = config_of("full", "aot_eager", startup="tiered", compile_workers=0, **budget)
+    more = {"example_inputs": {"x": x_of(2)}, "example_context": Slots(torch.empty(0, dtype=torch.int64))}
+    with pw.Runtime(Toy(), config, dynamic_dims={"x": 0}, process_group=dist.group.WORLD, **more) as runtime:  # type: ignore[arg-type]
+        if mode != "budget":
+            step(runtime, 4)
+        settled = runtime.wait_settled(limit_s)
+        for seed in range(20):
+            step(runtime, 4, seed)
+        kinds = [entry.program.kind for entry in runtime.entries if entry.num_steps or mode == "budget"]
+        result = {"settled": settled, "programs": kinds}
+    (folder / f"{rank}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def join(rank: int, folder: Path) -> None:
     store = dist.FileStore(str(folder / "store"), 2)  # type: ignore[no-untyped-call]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=LIMIT_S))
+
+
+def main(rank: int, folder: Path) -> None:
+    join(rank, folder)
     go = folder / "go"
     calls = [0]
     agree, precompile = ProcessGroupAgreement.agree, WorkerBuilder.precompile
@@ -85,4 +116,7 @@ def main(rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    if sys.argv[1] == "steps":
+        main(int(sys.argv[2]), Path(sys.argv[3]))
+    else:
+        waiting(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
