@@ -48,6 +48,7 @@ _EXPORTS = {
     "DynamicDimError": ".errors",
     "GuardError": ".errors",
     "InputError": ".errors",
+    "KernelNotReadyError": ".errors",
     "ModelError": ".errors",
     "NoArtifactError": ".errors",
     "NotAvailableError": ".errors",
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
     from .errors import DynamicDimError as DynamicDimError
     from .errors import GuardError as GuardError
     from .errors import InputError as InputError
+    from .errors import KernelNotReadyError as KernelNotReadyError
     from .errors import ModelError as ModelError
     from .errors import NoArtifactError as NoArtifactError
     from .errors import NotAvailableError as NotAvailableError

@@ -15,6 +15,7 @@
     │   └── NoArtifactError             a piece can be compiled, but only in the process that is to run it
     ├── WorkerLostError                 a compile worker crashed, hung or could not be started
     ├── CaptureError                    a forward cannot be captured, or a capture can no longer be replayed
+    │   └── KernelNotReadyError         not yet: a kernel that it launches is still being compiled
     ├── PortableError                   a program cannot leave the process, or is not one that fits here
     ├── RuntimeClosedError              the runtime was closed
     └── ModelError                      a checkpoint, its config or its tokenizer cannot be used
@@ -90,6 +91,10 @@ class CaptureError(PieceworkError):
         """Qualified name of the operator, where it is known."""
         self.line = line
         """`file:line` of the model, where it is known."""
+
+
+class KernelNotReadyError(CaptureError):
+    """A forward cannot be captured yet: a kernel that it launches is being compiled beside the steps. Worth a retry."""
 
 
 class PortableError(PieceworkError):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CaptureError, RuntimeClosedError
+from ..errors import CaptureError, KernelNotReadyError, RuntimeClosedError
 from ..graphs import breakable, full, piecewise
 from ..graphs.addresses import Addresses, ModelBindings
 from ..graphs.ambient import autocast_of
@@ -411,6 +411,11 @@ class Captures:
                 self._device.session(self._room.pool) as session,
             ):
                 steps, outputs = _BACKENDS[slot.backend].capture(session, slot.work, slot.observed)
+        except KernelNotReadyError:
+            self._room.failed()
+            slot.waits = True  # not refused: a later boundary tries again
+            self.on_waiting()
+            return False
         except Exception as error:  # whatever a model does: the step itself has run
             self._room.failed()
             slot.refuse(f"the capture failed: {_in_words(error)}")

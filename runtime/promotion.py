@@ -54,6 +54,8 @@ class Promotions:
         recorder: Recorder,
         agreement: Agreement | None = None,
     ) -> None:
+        self.may_capture: Callable[[], bool] = lambda: True
+        """Whether what captures need is there; asked at each boundary."""
         self.is_due = False
         """Whether the next boundary may have something to do; asked before each step."""
         self._table = table
@@ -159,7 +161,7 @@ class Promotions:
         return True
 
     def _deferred_captures(self) -> list[_Work]:
-        if self._captures is None:
+        if self._captures is None or not self.may_capture():
             return []
         found = []
         for slot in self._captures.waiting:

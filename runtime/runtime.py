@@ -19,6 +19,7 @@ from ..graphs.inputs import TOKENS, BoundInputs, InputContract
 from ..graphs.outputs import OutputContract, OutputDims
 from ..graphs.portable import PortableProgram
 from ..ops.context import use_context
+from ..ops.deferred import defer_compiles
 from ..ops.fused_choice import Choice as FusedChoice
 from ..ops.fused_choice import choose
 from ..phases import Compiler, GraphConfig, Phase, Startup, resolve
@@ -30,6 +31,7 @@ from .entry_table import EntryTable, is_captured, is_traced
 from .events import Counters, Event, Recorder, Scope
 from .explain import Explanation, explain
 from .forward import check_arguments, check_mapping, check_written
+from .kernels import KernelQueue
 from .known_layout import LayoutReader
 from .portability import bind_programs, dump_programs, portable_programs
 from .programs import AnyProgram, check_guards
@@ -223,12 +225,17 @@ class Runtime:
         if self._captures is not None:
             self._captures.on_waiting = promotions.look
             self._table.on_replaced = self._captures.drop
+        kernels = KernelQueue(self._recorder, on_change=promotions.look, foreseen=self._remembering.foreseen)
+        promotions.may_capture = lambda: kernels.is_idle
+        if device.type == "cuda":
+            kernels.import_early("piecework.ops.triton.paged_attention")
         return Tiering(
             self._table,
             self._captures,
             background,
             promotions,
             self._recorder,
+            kernels,
             warm_up=self._warm_up,
         )
 
@@ -257,8 +264,14 @@ class Runtime:
         """
         if self._closed:
             raise RuntimeClosedError("run: this Runtime was closed; make a new one")
-        if self._tiering is not None and self._tiering.promotions.is_due:
-            self._tiering.before_step()
+        if self._tiering is None:
+            return self._step(phase, inputs, context, copy)
+        with defer_compiles(self._tiering.kernels.submit):
+            if self._tiering.promotions.is_due:
+                self._tiering.before_step()
+            return self._step(phase, inputs, context, copy)
+
+    def _step(self, phase: Phase | str, inputs: Mapping[str, Any], context: object, copy: bool) -> Any:
         if self.config.debug_captures:
             check_context(context)
         known = self._layouts.read(phase, inputs, context) if self._layouts is not None else None

@@ -6,11 +6,13 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..ops.deferred import defer_compiles
 from ..phases import Phase
 from .background import Background
 from .entries import Entry
 from .entry_table import EntryTable
 from .events import Recorder
+from .kernels import KernelQueue
 from .promotion import Promotions
 
 if TYPE_CHECKING:
@@ -31,9 +33,11 @@ class Tiering:
         background: Background,
         promotions: Promotions,
         recorder: Recorder,
+        kernels: KernelQueue,
         *,
         warm_up: WarmUp,
     ) -> None:
+        self.kernels = kernels
         self.background = background
         self.promotions = promotions
         self._table = table
@@ -46,7 +50,12 @@ class Tiering:
     def is_settled(self) -> bool:
         """Whether every bucket that was seen is at its best, and nothing is going on."""
         entries = list(self._table.entries.values())
-        return self.background.is_idle and all(map(self._is_done, entries)) and not self.promotions.has_work
+        return (
+            self.background.is_idle
+            and self.kernels.is_idle
+            and all(map(self._is_done, entries))
+            and not self.promotions.has_work
+        )
 
     def _is_done(self, entry: Entry) -> bool:
         slots = self._captures.state_of(entry) if self._captures is not None else []
@@ -64,12 +73,13 @@ class Tiering:
     def between_steps(self, budget_s: float | None) -> int:
         """A boundary that the caller makes; what earlier steps returned is not valid any more. Returns what it did."""
         started = time.perf_counter()
-        num_done = self.promotions.between_steps(budget_s)
-        for entry in list(self._table.entries.values()):
-            if budget_s is not None and time.perf_counter() - started > budget_s:
-                break
-            if entry.num_steps:
-                num_done += self._capture_on_padding(entry)
+        with defer_compiles(self.kernels.submit):
+            num_done = self.promotions.between_steps(budget_s)
+            for entry in list(self._table.entries.values()):
+                if budget_s is not None and time.perf_counter() - started > budget_s:
+                    break
+                if entry.num_steps:
+                    num_done += self._capture_on_padding(entry)
         if self._captures is not None and budget_s is None:
             self._captures.compact_if_it_pays(self._recorder)
         self.note_settled()
@@ -126,7 +136,9 @@ class Tiering:
         """
         deadline = time.monotonic() + timeout_s if timeout_s is not None else None
         while True:
-            was_idle = self.background.is_idle  # before the look: what came since is seen in the next round
+            was_idle = (
+                self.background.is_idle and self.kernels.is_idle
+            )  # before the look: what came since is seen in the next round
             num_done = self.between_steps(None)
             can_go_on = bool(num_done) or not was_idle
             has_time = deadline is None or time.monotonic() < deadline
@@ -153,4 +165,5 @@ class Tiering:
 
     def close(self) -> None:
         """Ends the background."""
+        self.kernels.close()
         self.background.close()

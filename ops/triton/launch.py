@@ -2,14 +2,15 @@
 
 An ordinary launch of a JIT function binds and inspects each argument, every time: 20 us and more. What it launches in
 the end is a compiled kernel, which takes addresses as plain numbers; `quick_launch` keeps that one for launches whose
-arguments are known to be of the same kinds.
+arguments are known to be of the same kinds. A `Call` is an ordinary launch that is not made yet: it can be compiled
+ahead, in another thread.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -79,6 +80,55 @@ def quick_launch(compiled: Any) -> Way | None:
     if not callable(run) or not isinstance(function, int):
         return None
     return run, (function, packed, None, None, None), compiled
+
+
+class Call(NamedTuple):
+    """An ordinary launch: of a kernel, with these arguments."""
+
+    kernel: Any
+    grid: Grid
+    arguments: tuple[Any, ...]
+    """The first one is a tensor."""
+    options: dict[str, int]
+    """Of the compiler."""
+
+    def launch(self) -> Any:
+        """Launches on the current device, after a compile if it needs one; returns the compiled kernel."""
+        return self.kernel[self.grid](*self.arguments, **self.options)
+
+    def compile(self) -> Way | None:
+        """Compiles and loads what `launch` would launch, and launches nothing; returns its quick launch.
+
+        Raises:
+            NotAvailableError: as `launch_on`.
+            Exception: whatever Triton raises.
+        """
+        with launch_on(self.kernel, self.arguments[0]):
+            return quick_launch(self.kernel.warmup(*self.arguments, grid=self.grid, **self.options))
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for calls that one compiled kernel serves; not for kernels of the interpreter, which compile nothing.
+
+        That is what Triton specialises on (`native_specialize_impl` in its runtime/jit.py): of the arguments that the
+        kernel does not exempt, constants, numbers that are 1, numbers and addresses that are multiples of 16; of all
+        others, the type.
+        """
+        kinds = map(_kind, self.kernel.params, self.arguments)
+        # By its function: the hash of a kernel would be that of its source, which takes long.
+        return (self.kernel.fn, self.arguments[0].device, *self.options.items(), *kinds)
+
+
+def _kind(parameter: Any, argument: Any) -> Hashable:
+    if isinstance(argument, torch.Tensor):
+        is_exempt = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
+        return argument.dtype, is_exempt or argument.data_ptr() % 16 == 0
+    if parameter.is_constexpr:
+        return type(argument), argument
+    if isinstance(argument, float):
+        return float
+    is_wide = not -(2**31) <= argument < 2**31
+    return is_wide if parameter.do_not_specialize else (is_wide, argument == 1, argument % 16 == 0)
 
 
 def has_hooks() -> bool:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+import weakref
+from collections.abc import Hashable
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
+from ..deferred import Submit
 from .kv_store import store_constants, store_grid
 from .launch import Grid, Way, is_interpreted
 from .row_attention import attend_rows
@@ -42,6 +45,16 @@ class Kernel:
     """Of the compiler."""
 
 
+class Pending(NamedTuple):
+    """What has to be compiled for the kinds of a context's arguments."""
+
+    store: Hashable
+    """`Call.key`."""
+    attend: Hashable
+    given_to: weakref.ref[Submit] | None
+    """In which step it was submitted last: no other layer of that step has to. Weak: a layout outlives its users."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Layout:
     """What calls have in common that the same compiled kernels serve; there is one object of each."""
@@ -58,8 +71,12 @@ class Layout:
     """Programs of row attention that share a row at most."""
     rows: Kernel
     tiles: Kernel
+    row_options: tuple[dict[str, int], ...]
+    """Of the compiler, for `rows` with this number of rows and with others."""
     compiled: dict[Any, tuple[Way, Way] | None] = dataclasses.field(default_factory=dict)
     """By the kinds of a context's arguments: how the store and the attention kernel are launched quickly."""
+    pending: dict[Any, Pending] = dataclasses.field(default_factory=dict)
+    """By the same: what a step did not wait for."""
 
 
 @functools.cache
@@ -101,12 +118,14 @@ def layout_of(
     row_sizes = (part, num_parts, padded_part, *sizes, tuning.row_tile, reduced_at_once)
     num_columns = num_kv_heads * num_parts
     num_splits, is_lone = tuning.row_splits_of(num_rows * num_columns, _num_sms(device))
+    row_options = {"num_warps": tuning.row_warps, "num_stages": tuning.row_stages}
+    lone_options = {**row_options, "num_stages": tuning.row_lone_stages}
     rows = Kernel(
         num_columns=num_columns,
         per_column=part,
         numbers=(*numbers, tuning.row_min_chunk),
         last=(*strides_last, *row_sizes, is_interpreted(attend_rows)),
-        options={"num_warps": tuning.row_warps, "num_stages": tuning.row_lone_stages if is_lone else tuning.row_stages},
+        options=lone_options if is_lone else row_options,
     )
 
     part = min(group_size, tuning.tile_m)
@@ -135,4 +154,5 @@ def layout_of(
         num_splits=num_splits,
         rows=rows,
         tiles=tiles,
+        row_options=(lone_options, row_options),
     )

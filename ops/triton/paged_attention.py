@@ -6,21 +6,26 @@ Every length is read on the device and the grids depend on shapes alone, so that
 Three things are told apart, so that a launch costs little Python. A `Layout` is what the layers of a model have in
 common: shapes, strides, kinds of addresses. A `Plan` is a layout with one context: grids, the addresses of the
 context's tensors, memory that the splits of a row share; it lives in `context.scratch`. A layer adds its addresses.
+
+Under `piecework.ops.deferred.defer_compiles` no call waits for a compile: until the kernels are ready, torch's own
+operators do the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-import triton
 
-from ...errors import InputError
+from ...errors import InputError, KernelNotReadyError
+from .. import torch_native, torch_static
+from ..capturing import is_capturing_whole
+from ..deferred import deferring
 from .kv_store import store_rows
 from .launch import addresses_of, check_device, has_hooks
 from .layout import layout_of
-from .plan import find_plan, forget_quick, launch
+from .plan import find_plan, forget_quick, is_ready, launch
 from .tuning import Tuning
 
 if TYPE_CHECKING:
@@ -49,6 +54,7 @@ def paged_attention(
 
     Raises:
         InputError: the tensors, or those of the context, are on several devices.
+        KernelNotReadyError: under `defer_compiles`, in a capture: the kernels are not compiled yet.
         NotAvailableError: the tensors are not on a GPU.
     """
     prepare(q, k, v, k_cache, v_cache, out, scale, window_size)(context)
@@ -72,6 +78,7 @@ def prepare(
 
     Raises:
         InputError: the tensors, or those of the context, are on several devices.
+        KernelNotReadyError: from the callable, as `paged_attention`.
         NotAvailableError: the tensors are not on a GPU.
     """
     tensors = (q, k, v, k_cache, v_cache, out)
@@ -97,7 +104,8 @@ def prepare(
     q_at, k_at, v_at, k_cache_at, v_cache_at, out_at = addresses
     device = q.device.index
     is_only_device = not q.is_cuda or torch.cuda.device_count() == 1
-    stream_of = triton.runtime.driver.active.get_current_stream if q.is_cuda else _no_stream
+    # That of Triton's driver, which to ask would start the driver: it compiles a module of its own.
+    stream_of = torch._C._cuda_getCurrentRawStream if q.is_cuda else _no_stream
 
     def run(context: AttentionContext) -> None:
         plan = context.scratch.get(layout)
@@ -111,8 +119,14 @@ def prepare(
             plan = find_plan(layout, context)
         quick = plan.quick
         if quick is None or has_hooks() or not (is_only_device or torch.cuda.current_device() == device):
-            launch(plan, tensors)
-            return
+            if quick is None and (submit := deferring()) is not None:
+                if not is_ready(plan, tensors, submit):
+                    _attend_without(*tensors, scale, window_size, context)
+                    return
+                quick = plan.quick
+            if quick is None or has_hooks() or not (is_only_device or torch.cuda.current_device() == device):
+                launch(plan, tensors)
+                return
         store, store_0, store_1, store_middle, store_last, attend, grid, middle, last = quick
         stream = stream_of(device)
         try:
@@ -123,6 +137,17 @@ def prepare(
             launch(plan, tensors)
 
     return run
+
+
+def _attend_without(q: torch.Tensor, *others: Any) -> None:
+    """Does a call without these kernels, with torch's own operators. Raises: KernelNotReadyError in a capture."""
+    if is_capturing_whole() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        raise KernelNotReadyError(
+            "paged_attention: expected its Triton kernels to be compiled before a capture, got one while that is left "
+            "to others (defer_compiles); capture again later, or outside of defer_compiles to wait for the compile"
+        )
+    stand_in = torch_static if others[-1].is_static else torch_native
+    stand_in.paged_attention(q, *others)
 
 
 def _nothing(context: AttentionContext) -> None:

@@ -1,23 +1,35 @@
-"""The launches of a layout for one context: grids, and the memory that the splits of a row share."""
+"""The launches of a layout for one context: grids, memory that the splits of a row share, what is compiled for them.
+
+A launch compiles its kernels if it has to, and waits for that. Under `piecework.ops.deferred.defer_compiles` a plan is
+asked first whether it `is_ready`; the kernels of one that is not are compiled elsewhere, by what Triton specialises on:
+once for all layers, and for all numbers of rows.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import operator
+import weakref
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...errors import InputError
+from ..deferred import Submit
 from .kv_store import store_rows
-from .launch import Grid, addresses_of, launch_on, quick_launch
-from .layout import Layout
+from .launch import Call, Grid, Way, addresses_of, is_interpreted, launch_on, quick_launch
+from .layout import Kernel, Layout, Pending
 from .row_attention import attend_rows
 from .tile_attention import attend_tiles
 
 if TYPE_CHECKING:
     from ..attention import AttentionContext
+
+_WAYS: dict[Hashable, Way | None] = {}
+"""By `Call.key`: what was compiled beside the steps, as Triton itself keeps it, for the process. None: it failed, or
+has no quick launch; then an ordinary launch finds what Triton has, or fails in its own words."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
@@ -94,13 +106,17 @@ def _plan(layout: Layout, context: AttentionContext) -> Plan:
         lens=lens,
         table=table,
         memory=memory,
-        numbers=(
-            *(num_reqs, start.stride(0), lens.stride(0), *table.stride()),
-            *(*kernel.numbers, *kernel.last),
-        ),
+        numbers=_numbers(num_reqs, start, lens, table, kernel),
     )
     _make_quick(plan)
     return plan
+
+
+def _numbers(
+    num_reqs: int, start: torch.Tensor, lens: torch.Tensor, table: torch.Tensor, kernel: Kernel
+) -> tuple[int | float, ...]:
+    """The arguments of an attention kernel that are no tensors."""
+    return (num_reqs, start.stride(0), lens.stride(0), *table.stride(), *kernel.numbers, *kernel.last)
 
 
 def takes_tiles(num_rows: int, context: AttentionContext) -> bool:
@@ -123,8 +139,7 @@ def _split_memory(layout: Layout, grid: Grid) -> tuple[torch.Tensor, ...]:
     """(parts, sums, arrivals) of `attend_rows`, which leaves the arrivals at zero."""
     num_rows, num_columns, num_splits = grid
     if num_splits == 1:  # then the kernel touches none of them
-        nothing = _nothing_on(layout.device)
-        return nothing, nothing, nothing.view(torch.int32)
+        return _no_memory(layout.device)
     num_cells = num_rows * num_columns
     num_parts = num_cells * num_splits * layout.rows.per_column
     memory = torch.empty(num_parts * (layout.padded_head_size + 2), dtype=torch.float32, device=layout.device)
@@ -133,24 +148,98 @@ def _split_memory(layout: Layout, grid: Grid) -> tuple[torch.Tensor, ...]:
 
 
 @functools.cache
-def _nothing_on(device: torch.device) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.float32, device=device)
+def _no_memory(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    nothing = torch.empty(0, dtype=torch.float32, device=device)
+    return nothing, nothing, nothing.view(torch.int32)
 
 
 def launch(plan: Plan, tensors: tuple[torch.Tensor, ...]) -> None:
     """Launches the ordinary way; from then on the plan knows the quick one, if there is one."""
+    layout = plan.layout
+    store, attend = _calls(plan, tensors)
+    with launch_on(store_rows, tensors[0]):
+        stored, attended = store.launch(), attend.launch()
+        if plan.kinds not in layout.compiled:
+            ways = quick_launch(stored), quick_launch(attended)
+            layout.compiled[plan.kinds] = _both(*ways)
+            if not is_interpreted(store_rows):
+                _WAYS.update(zip((store.key, attend.key), ways, strict=True))
+    _make_quick(plan)
+
+
+def _calls(plan: Plan, tensors: tuple[torch.Tensor, ...]) -> tuple[Call, Call]:
+    """The launches of the store and of the attention kernel."""
     q, k, v, k_cache, v_cache, out = tensors
     layout = plan.layout
     tables = (plan.start, plan.lens, plan.table, *plan.memory)
     attend, kernel = (attend_tiles, layout.tiles) if plan.uses_tiles else (attend_rows, layout.rows)
-    with launch_on(store_rows, q):
-        store_arguments = (k, v, k_cache, v_cache, plan.slots, plan.slots.stride(0), *layout.store_last)
-        stored = store_rows[layout.store_grid](*store_arguments, num_warps=4)
-        attended = attend[plan.grid](q, k_cache, v_cache, out, *tables, *plan.numbers, **kernel.options)
-        if plan.kinds not in layout.compiled:
-            store_way, attend_way = quick_launch(stored), quick_launch(attended)
-            layout.compiled[plan.kinds] = (store_way, attend_way) if store_way and attend_way else None
+    store_arguments = (k, v, k_cache, v_cache, plan.slots, plan.slots.stride(0), *layout.store_last)
+    return (
+        Call(store_rows, layout.store_grid, store_arguments, {"num_warps": 4}),
+        Call(attend, plan.grid, (q, k_cache, v_cache, out, *tables, *plan.numbers), kernel.options),
+    )
+
+
+def is_ready(plan: Plan, tensors: tuple[torch.Tensor, ...], submit: Submit) -> bool:
+    """Whether a launch of the plan has nothing to compile; if it has, `submit` is given that.
+
+    With it, what steps of other sizes are to launch with tensors like these: a prompt is followed by single rows. Once
+    it is ready the plan has its quick launch, if there is one. Kernels of Triton's interpreter are ready.
+    """
+    layout, kinds = plan.layout, plan.kinds
+    if kinds not in layout.compiled:
+        if is_interpreted(store_rows):
+            return True
+        pending = layout.pending.get(kinds)
+        if pending is None:
+            store, attend = _calls(plan, tensors)
+            pending = layout.pending[kinds] = Pending(store.key, attend.key, None)
+        if not (pending.store in _WAYS and pending.attend in _WAYS):
+            if pending.given_to is None or pending.given_to() is not submit:
+                for call in (*_calls(plan, tensors), *_other_sizes(plan, tensors)):
+                    if (key := call.key) not in _WAYS:
+                        submit(key, functools.partial(_compile, key, call))
+                layout.pending[kinds] = pending._replace(given_to=weakref.ref(submit))
+            return False
+        ways = _both(_WAYS[pending.store], _WAYS[pending.attend])
+        if ways is not None:
+            layout.compiled[kinds] = ways
     _make_quick(plan)
+    return True
+
+
+def _other_sizes(plan: Plan, tensors: tuple[torch.Tensor, ...]) -> list[Call]:
+    """Launches of the attention kernels that stand for those of steps with other numbers of rows.
+
+    Sizes alone tell them from the plan's own, so that a grid and memory that nobody allocated will do.
+    """
+    q, _, _, k_cache, v_cache, out = tensors
+    layout = plan.layout
+    tables = (plan.start, plan.lens, plan.table)
+    memory = _no_memory(layout.device)
+    calls = []
+    for attend, kernel, options in (
+        *[(attend_rows, layout.rows, options) for options in layout.row_options],
+        (attend_tiles, layout.tiles, layout.tiles.options),
+    ):
+        numbers = _numbers(plan.lens.shape[0], *tables, kernel)
+        shared = memory if attend is attend_rows else ()
+        calls.append(Call(attend, (1, 1, 1), (q, k_cache, v_cache, out, *tables, *shared, *numbers), options))
+    return calls
+
+
+def _compile(key: Hashable, call: Call) -> None:
+    """Compiles it and notes its quick launch, or that it failed. Raises: whatever Triton raises, after that."""
+    if key not in _WAYS:
+        way = None
+        try:
+            way = call.compile()
+        finally:
+            _WAYS[key] = way
+
+
+def _both(store: Way | None, attend: Way | None) -> tuple[Way, Way] | None:
+    return (store, attend) if store and attend else None
 
 
 def _make_quick(plan: Plan) -> None:

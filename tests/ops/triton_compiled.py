@@ -17,9 +17,11 @@ import pytest
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
 
-from piecework.ops.triton import kv_store, launch, paged_attention, plan
+from piecework.ops.deferred import defer_compiles
+from piecework.ops.triton import kv_store, launch, layout, paged_attention, plan
 
 from .paged_reference import Batch, make_step, static_copy
 
@@ -177,3 +179,79 @@ def test_what_is_compiled_has_what_a_quick_launch_needs(kernels: list[Kernel], m
         assert launched[5] == kernel.compiled.packed_metadata
         assert launched[6:9] == (None, None, None)
         assert kernel.num_arguments == len(kernel.compiled.src.signature)
+
+
+# ---- compiled in another thread
+
+
+SIZES = ([(1, 0)], [(1, 6), (1, 3)], [(7, 9)], [(1, 200)] * 16, [(1, 40)] * 33)
+
+
+def test_calls_of_one_key_are_one_kernel(kernels: list[Kernel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And calls of several keys are several, so that nothing is compiled twice."""
+    found: dict[Any, set[Any]] = {}
+
+    def compile(call: launch.Call) -> Any:
+        call.launch()
+        found.setdefault(call.key, set()).add((kernels[-1].name, kernels[-1].compiled.hash))
+
+    monkeypatch.setattr(launch.Call, "compile", compile)
+    monkeypatch.setattr(plan, "_WAYS", {})
+    layout.layout_of.cache_clear()
+    for requests in SIZES:
+        for changes in ({}, {"window_size": 16}, {"head_size": 120}):
+            for static in ({}, {"empty_slots": 3, "spare_blocks": 1}):
+                with defer_compiles(lambda key, compile: (compile(), plan._WAYS.clear())):
+                    call(dataclasses.replace(STEP, requests=requests, **changes), torch.bfloat16, **static)
+    assert all(len(hashes) == 1 for hashes in found.values())
+    hashes = [next(iter(each)) for each in found.values()]
+    assert len(set(hashes)) == len(hashes)
+    # Of 128: a store, tiles, tiles with a window, rows with and without an SM for each. Of 120: all but the window.
+    assert len(hashes) == 9
+
+
+def test_what_is_compiled_ahead_is_what_a_launch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that Triton does but to load and to launch: after one prompt, steps of no other size compile anything."""
+    compiles: list[str] = []
+    launches: list[tuple[Any, ...]] = []
+    do_compile = JITFunction._do_compile
+
+    def counted(self: Any, *args: Any, **options: Any) -> Any:
+        compiles.append(self.fn.__name__)
+        return do_compile(self, *args, **options)
+
+    def load(self: Any) -> None:
+        self.module, self.function, self._run = 1, 1 << 40, lambda *args: launches.append(args)
+
+    monkeypatch.setattr(JITFunction, "_do_compile", counted)
+    monkeypatch.setattr(CompiledKernel, "_init_handles", load)
+    for module in (kv_store, plan, launch):
+        monkeypatch.setattr(module, "launch_on", lambda kernel, tensor: contextlib.nullcontext())
+    monkeypatch.setattr(paged_attention, "check_device", lambda kernel, tensor: None)
+    monkeypatch.setattr(plan, "_WAYS", {})
+    driver.set_active(Hopper())
+    for kernel in (plan.store_rows, plan.attend_rows, plan.attend_tiles):
+        kernel.device_caches.clear()
+    layout.layout_of.cache_clear()
+
+    submitted: dict[Any, Any] = {}
+    with defer_compiles(submitted.setdefault):
+        call(dataclasses.replace(STEP, requests=[(7, 9)]), torch.bfloat16)
+        assert compiles == launches == []
+        for compile in submitted.values():
+            compile()
+        assert sorted(compiles) == ["attend_rows", "attend_rows", "attend_tiles", "store_rows"]
+        assert launches == []
+        submitted.clear()
+        for requests in SIZES:
+            call(dataclasses.replace(STEP, requests=requests), torch.bfloat16)
+            call(dataclasses.replace(STEP, requests=requests), torch.bfloat16, empty_slots=3, spare_blocks=1)
+    assert submitted == {}
+    assert len(launches) == 4 * len(SIZES)
+    assert all(isinstance(argument, int | float) for each in launches for argument in each[9:]), "they were quick"
+    launches.clear()
+    layout.layout_of.cache_clear()
+    for requests in SIZES:  # the ordinary way, as where nothing is deferred: Triton has them too
+        call(dataclasses.replace(STEP, requests=requests), torch.bfloat16)
+        assert isinstance(launches[-1][9], torch.Tensor)
+    assert len(compiles) == 4

@@ -166,7 +166,7 @@ def test_why_layers_were_not_reused_is_counted(supported: bool, monkeypatch: pyt
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return self.linear(input) * self.scale
 
-    monkeypatch.setattr(programs_module, "reuse_is_supported", lambda: supported)
+    monkeypatch.setattr("piecework.graphs.remarks.reuse_is_supported", lambda: supported)
     monkeypatch.setattr("piecework.graphs.trace.reuse_is_supported", lambda: supported)
     model = torch.nn.Sequential(*(Block(float(i)) for i in range(4)))
     with pw.Runtime(model, config(), dynamic_dims={"input": 0}) as runtime:

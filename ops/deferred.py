@@ -1,0 +1,46 @@
+"""Whether this step waits for compiles: a scope in which operators hand them to somebody else.
+
+An operator that would have to compile something first may be called where nothing may wait, such as in a server's
+step. There it asks `deferring`: inside a scope it hands the compile over and does this one call in a way that needs
+none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
+from contextvars import ContextVar
+
+Compile = Callable[[], None]
+"""Compiles; from any thread, launches nothing, and twice is fine. Raises whatever the compiler raised, once it has
+noted that: the operator then compiles in its step, and fails there."""
+Submit = Callable[[Hashable, Compile], None]
+"""`submit(key, compile)` returns at once and has `compile` run some time, in another thread. One that it was given
+before, by its key, may come again, since a scope sees one step only: then it does nothing."""
+
+_SUBMIT: ContextVar[Submit | None] = ContextVar("piecework_defer_compiles", default=None)
+
+deferring: Callable[[], Submit | None] = _SUBMIT.get
+"""What takes compiles here, or None where they are waited for. Inside operator bodies only: Dynamo cannot trace it."""
+
+
+@contextlib.contextmanager
+def defer_compiles(submit: Submit) -> Iterator[None]:
+    """In this thread operators do not wait for compiles of theirs, but give them to `submit`, once a key.
+
+    An operator that is captured meanwhile, with what it is to launch not compiled yet, raises KernelNotReadyError:
+    the capture is worth another attempt later. What an operator does in place of what it will do may round differently.
+    The scope changes nothing of what other code compiles: only operators that ask `deferring`.
+    """
+    submitted: set[Hashable] = set()
+
+    def submit_once(key: Hashable, compile: Compile) -> None:
+        if key not in submitted:
+            submit(key, compile)
+            submitted.add(key)
+
+    token = _SUBMIT.set(submit_once)
+    try:
+        yield
+    finally:
+        _SUBMIT.reset(token)

@@ -1,0 +1,75 @@
+"""Kernels that a library would compile inside a step: compiled in threads instead, while the step does without."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import time
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+
+from .events import Recorder
+
+_THREADS = 2
+
+
+class KernelQueue:
+    """Compiles each kernel once, in the order in which steps asked. Thread-safe; nothing here waits or raises."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        *,
+        on_change: Callable[[], None],
+        foreseen: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Args as those of `Background`."""
+        self._recorder = recorder
+        self._on_change = on_change
+        self._foreseen = foreseen
+        self._lock = threading.Lock()
+        self._known: set[Hashable] = set()
+        self._num_pending = 0
+        self._executor: ThreadPoolExecutor | None = ThreadPoolExecutor(_THREADS, "piecework-kernels")
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being compiled or waits for that."""
+        return not self._num_pending
+
+    def submit(self, key: Hashable, compile_it: Callable[[], None]) -> None:
+        """Has a kernel compiled, if its key is new; returns at once."""
+        if key in self._known:
+            return
+        with self._lock:
+            if self._executor is None or key in self._known:
+                return
+            self._known.add(key)
+            self._num_pending += 1
+            self._executor.submit(self._compile, compile_it)
+
+    def import_early(self, module: str) -> None:
+        """Imports a module that steps will need, which takes long the first time."""
+        self.submit(("import", module), lambda: importlib.import_module(module) and None)
+
+    def _compile(self, compile_it: Callable[[], None]) -> None:
+        started = time.perf_counter()
+        detail = {}
+        try:
+            with self._foreseen():
+                compile_it()
+        except Exception as error:  # the step that needs it will say so
+            detail["error"] = f"{type(error).__name__}: {error}"
+        finally:
+            self._recorder.record("kernel", seconds=time.perf_counter() - started, **detail)
+            with self._lock:
+                self._num_pending -= 1
+            self._on_change()
+
+    def close(self) -> None:
+        """Begins nothing more; what is being compiled ends by itself."""
+        with self._lock:
+            executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.shutdown(wait=False, cancel_futures=True)
