@@ -297,7 +297,7 @@ class ModelState:
             if isinstance(now, list):
                 now[:] = before or ()
             else:
-                _restore_table(now, before or {})
+                _restore_table(now, dict(before or {}))
         return names
 
 

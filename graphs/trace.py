@@ -209,9 +209,9 @@ class _Attempt:
                 finally:
                     # Of what the trace took, only its last moment: steps of other threads may use the model, and its
                     # tensors may be replaced meanwhile.
-                    names = capture.before_effects.restore() if capture.before_effects is not None else set()
-                if names:
-                    raise changes_error(names, TraceError, "trace", "a compiled program")
+                    changed = capture.before_effects.restore() if capture.before_effects is not None else set()
+                if changed:
+                    raise changes_error(changed, TraceError, "trace", "a compiled program")
             traced = _read(capture, returned, TensorIndex(model, named_samples), contract, sizes, regions)
             guards = GuardCheck(compiled, contract) if self._evaluate_guards else None
             return dataclasses.replace(traced, mode=mode, guards=guards)

@@ -51,7 +51,11 @@ class KernelQueue:
 
     def import_early(self, module: str) -> None:
         """Imports a module that steps will need, which takes long the first time."""
-        self.submit(("import", module), lambda: importlib.import_module(module) and None)
+
+        def import_it() -> None:
+            importlib.import_module(module)
+
+        self.submit(("import", module), import_it)
 
     def _compile(self, compile_it: Callable[[], None]) -> None:
         started = time.perf_counter()

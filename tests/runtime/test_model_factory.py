@@ -73,10 +73,13 @@ def live_program(model: nn.Module, request: TraceRequest) -> PortableProgram:
 
 def assert_identical(got: Any, expected: Any) -> None:
     """The same leaves, bit by bit."""
-    leaves: tuple[list[Any], list[Any]] = ([], [])
-    for found, value in zip(leaves, (got, expected), strict=True):
-        map_leaves(value, lambda path, leaf, found=found: found.append((path, leaf)))
-    for (path, left), (other, right) in zip(*leaves, strict=True):
+
+    def leaves_of(value: Any) -> list[tuple[str, Any]]:
+        found: list[tuple[str, Any]] = []
+        map_leaves(value, lambda path, leaf: found.append((path, leaf)))
+        return found
+
+    for (path, left), (other, right) in zip(leaves_of(got), leaves_of(expected), strict=True):
         assert path == other
         if isinstance(left, torch.Tensor):
             torch.testing.assert_close(left, right, rtol=0, atol=0, equal_nan=True)

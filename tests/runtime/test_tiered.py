@@ -252,7 +252,7 @@ def test_a_lost_worker_is_tried_again_and_not_for_ever(
     make: Make, monkeypatch: pytest.MonkeyPatch, num_lost: int
 ) -> None:
     monkeypatch.setattr("piecework.runtime.background.BACKOFF_S", 0.001)
-    lost = []
+    lost: list[Any] = []
     precompile = WorkerBuilder.precompile
 
     def losing(builder: WorkerBuilder, *arguments: Any) -> None:

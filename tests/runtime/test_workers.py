@@ -175,8 +175,12 @@ def test_jobs_that_wait_are_done_in_order_or_cancelled(pool: WorkerPool, recorde
     first.add_done_callback(hold)
     assert held.wait(LIMIT_S)
     waiting = [lost_job(pool) for _ in range(3)]
+
+    def noting(i: int) -> Callable[[Any], None]:
+        return lambda job: order.append((i, job.cancelled()))
+
     for i, job in enumerate(waiting):
-        job.add_done_callback(lambda job, i=i: order.append((i, job.cancelled())))
+        job.add_done_callback(noting(i))
     assert waiting[1].cancel()
     num_before = len(events_of(recorder, "worker_job"))
     release.set()

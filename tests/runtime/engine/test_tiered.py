@@ -36,7 +36,9 @@ def straddle(engine: LLMEngine, checkpoint: Path, reference: Any, promote_at: in
     Returns the kinds of program that their decode steps ran.
     """
     ids = [engine.add_request(prompt, SamplingParams(max_new_tokens=NEW_TOKENS)) for prompt in PROMPTS]
-    finished, kinds, num_steps = {}, set(), 0
+    finished: dict[str, Any] = {}
+    kinds: set[str] = set()
+    num_steps = 0
     while len(finished) < len(ids):
         for output in engine.step():
             if output.finish_reason is not None:
