@@ -1,6 +1,6 @@
 # Every target works from a bare clone: it makes .venv, installs what it needs into it once, and runs there.
 #   make demo                 text from a checkpoint, then eager, lazy and tiered startup compared
-#   make test ARGS="-k foo"   the tests that need no GPU
+#   make test ARGS="-k foo"   the tests that need no GPU, in JOBS processes (one a core, at most 4)
 #   make gpu                  the tests that need a GPU, and what they measure, in this environment's Python
 #   make check                lint, format, types, import directions, and the README's benchmark tables
 #   make fix                  what lint and format can mend by themselves
@@ -9,6 +9,8 @@
 
 PYTHON ?= python3
 ARGS ?=
+# Tests of a file share what they make, such as compile workers, so they stay together.
+JOBS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); [ $$cores -lt 4 ] && echo $$cores || echo 4)
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -28,7 +30,7 @@ demo: $(DEMO)
 	$(BIN)/python -m piecework.runtime.demo $(ARGS)
 
 test: $(DEV)
-	$(BIN)/pytest -m "not gpu and not multi_gpu" $(ARGS)
+	$(BIN)/pytest -m "not gpu and not multi_gpu" -n $(JOBS) --dist loadfile $(ARGS)
 
 # Not in .venv: constraints.txt pins a torch that may not be the one that was built for this GPU.
 gpu:
