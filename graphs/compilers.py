@@ -10,10 +10,12 @@ import contextlib
 import copy
 import dataclasses
 import inspect
+import json
 import os
 import pickle
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -203,6 +205,36 @@ def _applied(options: CompilerOptions, compiler: Compiler) -> Iterator[None]:
 
     with inductor_config.patch(emulate_precision_casts=True):
         yield
+
+
+def inductor_changes() -> tuple[dict[str, Any], list[str]]:
+    """Settings of Inductor that are not its defaults here: those that JSON can hold, and the names of the others."""
+    config: Any = sys.modules.get("torch._inductor.config")
+    if config is None:
+        return {}, []  # nobody can have changed any
+    changes: dict[str, Any] = {}
+    others: list[str] = []
+    values = config.get_config_copy()
+    for name in config._config:
+        if name.startswith("_") or name not in values or config._is_default(name):
+            continue
+        try:
+            is_plain = json.loads(json.dumps(values[name])) == values[name]
+        except (TypeError, ValueError):
+            is_plain = False
+        if is_plain:
+            changes[name] = values[name]
+        else:
+            others.append(name)
+    return changes, others
+
+
+def inductor_set(changes: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
+    """Inside, Inductor has these settings."""
+    import torch._inductor.config as config
+
+    patched: contextlib.AbstractContextManager[Any] = config.patch(dict(changes))
+    return patched
 
 
 BENCHMARK_SHARE = 0.1

@@ -8,7 +8,9 @@ with the steps for Python's interpreter lock.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
+import errno
 import threading
 import time
 import weakref
@@ -66,6 +68,8 @@ class Background:
             foreseen: entered around what is compiled in the thread.
         """
         self._foreseen = foreseen
+        # Inductor's and Dynamo's settings are a context's from torch 2.12 on: the constructor's, and not a step's.
+        self._context = contextvars.copy_context()
         self._table = table
         self._builder = builder
         self._recorder = recorder
@@ -97,7 +101,10 @@ class Background:
             self._wishes.setdefault(name, wish)
             if self._thread is None:
                 self._thread = threading.Thread(
-                    target=_run, args=(weakref.ref(self), self._changed), name="piecework-background", daemon=True
+                    target=self._context.run,
+                    args=(_run, weakref.ref(self), self._changed),
+                    name="piecework-background",
+                    daemon=True,
                 )
                 self._thread.start()
             self._changed.notify_all()
@@ -194,10 +201,12 @@ class Background:
         phase, _, bucket = wish.key
         recorder = self._recorder.within(Scope(phase=phase, bucket=bucket))
         wish.attempts += 1
-        if isinstance(error, WorkerLostError) and wish.attempts < MAX_ATTEMPTS:
+        if (reason := _passing(error)) is not None and wish.attempts < MAX_ATTEMPTS:
             delay = BACKOFF_S * 2 ** (wish.attempts - 1)
             wish.not_before = time.monotonic() + delay
-            recorder.fallback("a compile worker was lost: tried again later", because=str(error), seconds=delay)
+            recorder.fallback(f"{reason}: tried again later", because=str(error), seconds=delay)
+            if (entry := self._table.entries.get(wish.key)) is not None and entry.source is not None:
+                entry.source.forget_failures()
             return
         text = str(error) if isinstance(error, PieceworkError) else f"{type(error).__name__}: {error}"
         self._refused.add(name)
@@ -217,6 +226,19 @@ def _run(background: weakref.ReferenceType[Background], changed: threading.Condi
         if delay:
             with changed:
                 changed.wait(delay)
+
+
+def _passing(error: BaseException) -> str | None:
+    """What may be over by another attempt, in words; None for what would fail again."""
+    if isinstance(error, WorkerLostError):
+        return "a compile worker was lost"
+    cause: BaseException | None = error
+    while cause is not None:
+        is_full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+        if is_full or "No space left on device" in str(cause):
+            return "a disk is full (TMPDIR or TORCHINDUCTOR_CACHE_DIR)"
+        cause = cause.__cause__
+    return None
 
 
 def _next_kind(entry: Entry, wish: _Wish) -> str | None:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import ArtifactError, PieceworkError, PortableError, WorkerLostError
+from ..errors import ArtifactError, CompileError, PieceworkError, PortableError, WorkerLostError
 from ..graphs.artifact import has_artifacts, load_piece
-from ..graphs.compilers import prepare_to_load
+from ..graphs.compilers import inductor_changes, prepare_to_load
 from ..graphs.inputs import InputContract, Signature
 from ..graphs.outputs import OutputContract
 from ..graphs.piece import BuiltPiece
@@ -24,13 +24,17 @@ from ..graphs.recorder import NullRecorder
 from ..graphs.stitched import PiecewiseGraph
 from ..phases import GraphConfig, Phase, Startup
 from .entry_table import is_traced
-from .events import Recorder
+from .events import Recorder, logger
 from .programs import ProgramFamily, record_remarks
 from .worker_protocol import ASSUMED_GPU_BYTES
 
 if TYPE_CHECKING:
     from .model_factory import ModelFactory
     from .workers import WorkerPool
+
+
+MAX_TRACES_LOST = 3
+"""After so many the factory is not asked again."""
 
 
 class _LateRecorder:
@@ -86,10 +90,18 @@ def start_workers(config: GraphConfig, device: torch.device | str) -> Workers | 
         device: of the model.
 
     Returns:
-        None if the runtime will use none.
+        None if the runtime will use none: also where Inductor's configuration holds what cannot be sent, such as a pass
+        of the caller's.
     """
     traced = [phase for phase in Phase if config.startup_of(phase) is Startup.TIERED and is_traced(config.phase(phase))]
     if not traced or not config.compile_workers:
+        return None
+    changes, others = inductor_changes()
+    if others:
+        logger.warning(
+            "compile workers: Inductor's settings %s cannot be sent to another process; a thread of this one compiles",
+            ", ".join(others),
+        )
         return None
     from .workers import WorkerPool
 
@@ -100,6 +112,7 @@ def start_workers(config: GraphConfig, device: torch.device | str) -> Workers | 
         recorder=recorder,
         timeout_s=config.compile_timeout_s,
         emulate_precision_casts=config.emulate_precision_casts,
+        inductor=changes,
     )
     pool.start()
     if any(has_artifacts(config.phase(phase).compiler) for phase in traced):
@@ -130,6 +143,8 @@ class WorkerBuilder:
         self._workers = workers.pool if workers is not None else None
         self._factory = factory
         self._call_first = call_first
+        self._num_lost = 0
+        """Traces in which a worker was lost."""
         self._contents: weakref.WeakKeyDictionary[PiecewiseGraph, bytes] = weakref.WeakKeyDictionary()
         """The portable form of graphs."""
 
@@ -138,6 +153,8 @@ class WorkerBuilder:
     ) -> PiecewiseGraph | None:
         """Lets a worker build the model and trace it. Raises: WorkerLostError."""
         if self._workers is None:
+            return None
+        if self._num_lost >= MAX_TRACES_LOST:
             return None
         if self._factory is None:
             recorder.warn(
@@ -161,8 +178,12 @@ class WorkerBuilder:
             content = self._workers.trace(self._factory, request).result()
             program = PortableProgram.from_bytes(content)
             graph = program.bind(self._model)
-        except WorkerLostError:
-            raise
+        except WorkerLostError as error:
+            self._num_lost += 1
+            if self._num_lost < MAX_TRACES_LOST:
+                raise
+            recorder.fallback("a worker was lost at each trace: traced in a thread", because=str(error))
+            return None
         except PieceworkError as error:
             recorder.fallback("a worker could not trace the model: traced in a thread", because=str(error))
             return None
@@ -213,6 +234,9 @@ class WorkerBuilder:
                     compiled = load_piece(path, built, family.compiler)
                 except ArtifactError as error:
                     recorder.fallback("a piece is compiled in a thread: it has no artifact", because=str(error))
+                    continue
+                except CompileError as error:  # it may be the worker's state; else it fails here in the same way
+                    recorder.fallback("a piece is compiled in a thread: a worker failed on it", because=str(error))
                     continue
                 family.compiled[built.fingerprint, family.compiler] = compiled
                 graph.num_compiles += 1

@@ -90,11 +90,12 @@ def _supervise(start: Mapping[str, Any], jobs: int, answers: int) -> None:
     try:
         for inherited in (0, 1, 2, answers):  # else the server would not see the worker's end
             os.close(inherited)
-        status = _wait_for(worker)
+        status, was_left = _wait_for(worker, start["parent"])
         is_rest = not _end_the_rest()
         pipe = select.poll()
         pipe.register(jobs, 0)
-        if any(events & select.POLLHUP for _, events in pipe.poll(0)):  # nobody writes to it any more
+        # Nobody writes to it any more, once a server that was killed has given its memory back.
+        if any(events & select.POLLHUP for _, events in pipe.poll(_SERVER_ENDS_MS if was_left else 0)):
             shutil.rmtree(start["directory"], ignore_errors=True)
         if is_rest:
             os.killpg(0, signal.SIGKILL)  # and this process
@@ -103,14 +104,20 @@ def _supervise(start: Mapping[str, Any], jobs: int, answers: int) -> None:
         os._exit(1)
 
 
-def _wait_for(worker: int) -> int:
-    """Waits until the worker ends, or kills it when asked to; returns its status, below 0 for a signal."""
+_SERVER_ENDS_MS = 60_000
+
+
+def _wait_for(worker: int, server: int) -> tuple[int, bool]:
+    """Waits until the worker ends, or kills it when asked to.
+
+    Returns its status, below 0 for a signal, and whether the server is gone or going.
+    """
     while True:
         if signal.sigwait({END_SIGNAL, signal.SIGCHLD}) == END_SIGNAL:
             os.kill(worker, signal.SIGKILL)
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if ended[0] == worker:
-                return os.waitstatus_to_exitcode(ended[1])
+                return os.waitstatus_to_exitcode(ended[1]), os.getppid() != server
 
 
 def _end_the_rest() -> bool:
@@ -203,7 +210,7 @@ class _Worker:
                 _free_gpu_memory(self._device)
                 self._gpu = _gpu_bytes(self._device)
                 self._say("done", job=job, file=file)
-        except Exception as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # a factory may do anything
             kind = TraceError if message["kind"] == "trace" else CompileError
             known = isinstance(error, PieceworkError)
             self._say(
@@ -224,7 +231,7 @@ class _Worker:
         """Leaves an artifact; returns its name in the pool's directory."""
         from ..graphs.ambient import ambient_settings
         from ..graphs.artifact import check_saveable, save_piece
-        from ..graphs.compilers import benchmarks_capped
+        from ..graphs.compilers import benchmarks_capped, inductor_set
         from ..phases import Compiler
 
         compiler = Compiler.parse(message["compiler"], "compiler")
@@ -235,7 +242,7 @@ class _Worker:
                 if message["bucket"] is not None:
                     piece = piece.specialized(message["bucket"])
                 check_saveable(piece, compiler)
-                with benchmarks_capped():
+                with inductor_set(self._start["inductor"]), benchmarks_capped():
                     compiled = piece.compile(compiler, self._options)
         except PortableError as error:
             notes = f"; it could not import {', '.join(missing)}" if missing else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import os
 import threading
 import weakref
@@ -21,6 +22,7 @@ from .manifest_format import MAX_TEXT
 WRITE_EVERY_S = 60.0
 LOCK_TIMEOUT_S = 5.0
 _MAX_SIZES = 4096
+_MAX_BAD = 10
 
 
 class EntryView(Protocol):
@@ -138,6 +140,11 @@ class ManifestKeeper:
             raise ConfigError(
                 f"manifest: expected the path of a file, got the directory {os.fspath(path)!r}; name a file in it"
             )
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise ConfigError(
+                f"manifest: expected the path of a file, got {os.fspath(path)!r}, which is a device or the like; name "
+                f"another, or leave it out"
+            )
         self.path = Path(os.path.realpath(path))
         self._view = view
         self._recorder = recorder
@@ -222,7 +229,12 @@ class ManifestKeeper:
 
     def _put_aside(self, reason: str) -> None:
         """Keeps a file of no use under another name."""
-        bad = self.path.with_name(f"{self.path.name}.bad")
+        if not self.path.is_file():
+            raise OSError(f"{self.path} is no regular file")
+        names = itertools.chain([".bad"], map(".bad.{}".format, range(2, _MAX_BAD)))
+        bad = next((bad for name in names if not (bad := self.path.with_name(self.path.name + name)).exists()), None)
+        if bad is None:
+            raise OSError(f"there are {_MAX_BAD} files of no use beside it already; look at them")
         os.replace(self.path, bad)
         self._recorder.warn(f"manifest {self.path}: what was there is kept as {bad}, since {reason}")
         self._recorder.record("manifest", action="put_aside", path=str(bad), reason=reason)

@@ -271,6 +271,10 @@ class ProgramFamily:
         if len(self._failures) >= MAX_TRACES:
             raise next(reversed(self._failures.values()))
 
+    def forget_failures(self) -> None:
+        """Lets what failed be tried again: something outside of the model was the reason."""
+        self._failures.clear()
+
     def known_specialized(self, bucket: int, general: Program) -> Program | None:
         """What `specialized` returns when nothing has to be made for it, else None. Needs no lock."""
         return self._specialized.get((bucket, general))

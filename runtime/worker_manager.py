@@ -75,7 +75,7 @@ class WorkerManager:
         self._recorder = recorder
         self._timeout_s = timeout_s
         self._owner = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collection inside may end a pool that nobody holds
         self._waiting: collections.deque[Job] = collections.deque()
         self._places = [_Place(index=i) for i in range(num_workers)]
         self._broken: str | None = None

@@ -27,6 +27,10 @@ _END_S = 0.05
 _REAP_S = 5.0
 
 
+_MAX_LINE = 300
+"""Characters of a line of a worker's output that an error shows."""
+
+
 class WorkerProcess:
     """A child process. All methods are for one thread, which has to live as long as the child.
 
@@ -121,7 +125,8 @@ class WorkerProcess:
 
     def tail(self, num_lines: int = 20) -> str:
         """The last lines that it printed."""
-        return "\n".join(self._tail.decode(errors="replace").splitlines()[-num_lines:])
+        lines = self._tail.decode(errors="replace").splitlines()[-num_lines:]
+        return "\n".join(line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]} ..." for line in lines)
 
     def ask_to_end(self) -> None:
         """Closes its input, which ends it also in mid-compile."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -54,6 +55,7 @@ class WorkerPool:
         recorder: Recorder,
         timeout_s: float,
         emulate_precision_casts: bool = False,
+        inductor: Mapping[str, Any] | None = None,
     ) -> None:
         """Starts nothing.
 
@@ -61,6 +63,7 @@ class WorkerPool:
             device: where the pieces are to run; of `cuda` without an index, the current one.
             recorder: gets the events `worker_start`, `worker_job` and `worker_lost`, from the pool's thread.
             timeout_s: after which a worker that is not done with a job is ended; 0: never.
+            inductor: settings of Inductor that are others than its defaults, as `inductor_changes` tells them.
         """
         assert num_workers > 0
         self._num_workers = num_workers
@@ -68,6 +71,7 @@ class WorkerPool:
         self._recorder = recorder
         self._timeout_s = timeout_s
         self._options = CompilerOptions(emulate_precision_casts=emulate_precision_casts)
+        self._inductor = dict(inductor or {})
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._manager: WorkerManager | None = None
@@ -83,10 +87,15 @@ class WorkerPool:
                 return
             try:
                 directory = Path(tempfile.mkdtemp(prefix="piecework-workers-"))
-                self._manager = WorkerManager(
+                manager = WorkerManager(
                     self._num_workers, self._start_message(), directory, self._recorder, self._timeout_s
                 )
-                self._manager.start()
+                try:
+                    manager.start()
+                except BaseException:
+                    shutil.rmtree(directory, ignore_errors=True)
+                    raise
+                self._manager = manager
             except (OSError, RuntimeError) as error:  # no room or right to write; no thread can be started
                 self._problem = (
                     f"compile workers cannot be started ({type(error).__name__}: {error}); make room in the temporary "
@@ -163,7 +172,7 @@ class WorkerPool:
         device = self._device
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        return {"device": str(device), "options": dataclasses.asdict(self._options)}
+        return {"device": str(device), "options": dataclasses.asdict(self._options), "inductor": self._inductor}
 
 
 def _settings() -> dict[str, Any]:

@@ -720,3 +720,25 @@ def test_the_timer_keeps_no_runtime_alive(path: Path) -> None:
     wait_for(lambda: gc.collect() is not None and gone() is None)
     thread.join(timeout=60)
     assert not thread.is_alive()
+
+
+def test_what_is_no_regular_file_is_refused_and_stays(tmp_path: Path) -> None:
+    import os
+    import stat
+
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigError, match="which is a device or the like"):
+        ManifestKeeper(pipe, View(), Recorder(Counters()), model="m")
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_files_of_no_use_are_all_kept(tmp_path: Path) -> None:
+    path = tmp_path / "m.json"
+    for i in range(3):
+        path.write_text(f"precious {i}")
+        keeper = ManifestKeeper(path, View(), Recorder(Counters()), model="m")
+        keeper.start()
+        keeper.stop()
+    kept = sorted(file.read_text() for file in tmp_path.iterdir() if ".bad" in file.name)
+    assert kept == ["precious 0", "precious 1", "precious 2"]
