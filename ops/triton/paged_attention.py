@@ -25,7 +25,7 @@ from ..deferred import deferring
 from .kv_store import store_rows
 from .launch import addresses_of, check_device, has_hooks
 from .layout import layout_of
-from .plan import find_plan, forget_quick, is_ready, launch
+from .plan import compile_ahead, find_plan, forget_quick, is_ready, launch
 from .tuning import Tuning
 
 if TYPE_CHECKING:
@@ -126,6 +126,8 @@ def prepare(
                 quick = plan.quick
             if quick is None or has_hooks() or not (is_only_device or torch.cuda.current_device() == device):
                 launch(plan, tensors)
+                if quick is None and not (context.is_static or context.query_lens_host):  # before there are steps
+                    compile_ahead(plan, tensors)
                 return
         store, store_0, store_1, store_middle, store_last, attend, grid, middle, last = quick
         stream = stream_of(device)

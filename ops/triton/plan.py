@@ -208,6 +208,15 @@ def is_ready(plan: Plan, tensors: tuple[torch.Tensor, ...], submit: Submit) -> b
     return True
 
 
+def compile_ahead(plan: Plan, tensors: tuple[torch.Tensor, ...]) -> None:
+    """Compiles what steps of other sizes are to launch with tensors like these: for a run on nothing but padding."""
+    if is_interpreted(store_rows):
+        return
+    for call in _other_sizes(plan, tensors):
+        if (key := call.key) not in _WAYS:
+            _compile(key, call)
+
+
 def _other_sizes(plan: Plan, tensors: tuple[torch.Tensor, ...]) -> list[Call]:
     """Launches of the attention kernels that stand for those of steps with other numbers of rows.
 

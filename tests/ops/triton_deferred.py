@@ -230,6 +230,16 @@ def test_outside_of_the_scope_a_launch_compiles(world: World) -> None:
     assert world.call(step) == quick("rows"), "and steps that defer have it"
 
 
+def test_a_run_on_nothing_but_padding_compiles_what_steps_of_all_sizes_need(world: World) -> None:
+    """Before a server is ready: padding is rows, and the first prompt would wait for the kernel of tiles."""
+    nothing = make_step(dataclasses.replace(PROMPT, requests=[], padding=8), torch.float32)
+    done = world.call(nothing, deferred=False)
+    assert sorted(line for line in done if "ordinary" not in line) == sorted({*ROWS, *TILES})
+    for batch, kind in ((PROMPT, "tiles"), (DECODE, "rows")):
+        assert world.call(make_step(batch, torch.float32)) == quick(kind)
+    assert world.num_submits == 0
+
+
 def test_a_compile_that_fails_fails_in_its_step(world: World) -> None:
     step = make_step(DECODE, torch.float32)
     world.call(step)
