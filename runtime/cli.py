@@ -75,6 +75,10 @@ def make_parser() -> argparse.ArgumentParser:
 
     text = "build ahead of time what --manifest says will come, and serve nothing; --startup-budget limits the seconds"
     prewarm = _command(commands, "prewarm", _prewarm, text)
+    prewarm.epilog = (
+        "--manifest is required. Give the other flags as the server gets them. --startup-budget is the most seconds "
+        "that it may take, 0 for no limit; what says how a server starts and promotes has no effect here."
+    )
     _add_engine_flags(prewarm, default=DEFAULT_MODEL)
     add_graph_flags(prewarm)
     return parser

@@ -275,8 +275,10 @@ def _apply(settings: Mapping[str, Any]) -> None:
     """Sets what compilers bake in and no program tells, as in the server."""
     import torch
 
-    if settings["float32_matmul_precision"] is not None:
-        torch.set_float32_matmul_precision(settings["float32_matmul_precision"])
+    wanted = settings["float32_matmul_precision"]
+    # Saying what is so already changes another setting of torch's, which is in the keys of Inductor's cache.
+    if wanted is not None and torch.get_float32_matmul_precision() != wanted:
+        torch.set_float32_matmul_precision(wanted)
     torch.set_num_threads(settings["num_threads"])  # Inductor writes it into its C++ code
 
 

@@ -45,6 +45,8 @@ class JitWatch:
         self._links: list[_Link] = []
         self._thread: threading.Thread | None = None
         self._foreseen = threading.local()
+        self._num_foreseen = 0
+        """Threads inside `foreseen`."""
         self._num_logged = 0
         self._timers = dict.fromkeys((_INDUCTOR, *_AUTOTUNE), 0)
         self._events_until_s = 0.0
@@ -84,17 +86,23 @@ class JitWatch:
         """What this thread compiles in here was planned, such as a promotion's program: it is not counted."""
         self.look()
         self._foreseen.depth = self._depth() + 1
+        with self._lock:
+            self._num_foreseen += 1
         try:
             yield
         finally:
             self._foreseen.depth -= 1
             self._skip()
+            with self._lock:
+                self._num_foreseen -= 1
 
     def look(self, *, last: bool = False) -> None:
         """Counts what Inductor compiled since the last look. `last`: also what nobody explains yet."""
         found: list[tuple[str, str, str, float]] = []
         with self._lock:
             self._hook_triton()
+            if self._num_foreseen and not last:
+                return  # torch's timers do not tell whose they are
             self._unexplained += self._new_times(_INDUCTOR)
             tuned = [seconds for key in _AUTOTUNE for seconds in self._new_times(key)]
             # The timer knows of a graph before it is known what it was for.

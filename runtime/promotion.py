@@ -114,7 +114,7 @@ class Promotions:
             work = max(left, key=lambda each: each.value)
             passed = time.perf_counter() - started
             # One that takes longer than there is at all is made alone.
-            if budget_s is not None and num_done and passed + work.estimate_s > budget_s:
+            if budget_s is not None and tried and passed + work.estimate_s > budget_s:
                 self.is_due = True
                 break
             tried.add(work.do)
@@ -122,10 +122,10 @@ class Promotions:
         if self._captures is not None and self._captures.waiting:
             self.look()
         seconds = time.perf_counter() - started
-        overran = budget_s is not None and seconds > budget_s and num_done > 0
+        overran = budget_s is not None and seconds > budget_s and bool(tried)
         if overran:
             self._recorder.counters.add("boundary_overruns")
-        if num_done:
+        if tried:
             self._recorder.record("boundary", seconds=seconds, done=num_done, overran=overran)
         return num_done
 
@@ -142,7 +142,8 @@ class Promotions:
         return found
 
     def _swap_work(self, entry: Entry, better: Entry) -> _Work:
-        value = (entry.num_steps + 1) * GAIN[better.program.kind]
+        skips = entry.program.kind == "eager" and better.program.kind == "specialized"
+        value = (entry.num_steps + 1) * (GAIN[better.program.kind] + (GAIN["general"] if skips else 0.0))
         return _Work(value, SWAP_ESTIMATE_S, _Swap(self, entry, better))
 
     def swap(self, entry: Entry, better: Entry) -> bool:
@@ -169,6 +170,8 @@ class Promotions:
             if self._table.entries.get((entry.phase, entry.signature, entry.bucket)) is not entry:
                 self._captures.drop(entry)  # another thread's step has come too late with it
                 continue
+            if self._agreement is None and self._table.better(entry) is not None:
+                continue  # it would be dropped at once
             estimate = self._capture_s.get(str(slot.backend), CAPTURE_ESTIMATE_S)
             found.append(_Work((entry.num_steps + 1) * GAIN["capture"], estimate, _Capture(self, slot)))
         return found

@@ -63,5 +63,5 @@ class Remembering:
 
 
 def _expects_no_compiles(config: GraphConfig) -> bool:
-    """Whether all phases compile before or beside their steps; under `lazy` each compile is one in a step, and said."""
-    return all(config.startup_of(phase) is not Startup.LAZY for phase in Phase)
+    """Whether a phase compiles before or beside its steps; under `lazy` each compile is one in a step, and said."""
+    return any(config.startup_of(phase) is not Startup.LAZY for phase in Phase)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..ops.deferred import defer_compiles
 from ..phases import Phase
 from .background import Background
-from .entries import Entry
+from .entries import Entry, EntryKey
 from .entry_table import EntryTable
 from .events import Recorder
 from .kernels import KernelQueue
@@ -45,6 +45,8 @@ class Tiering:
         self._recorder = recorder
         self._warm_up = warm_up
         self._was_settled = False
+        self._wanted: set[EntryKey] = set()
+        """Buckets that will come, as far as it was known at the start."""
 
     @property
     def is_settled(self) -> bool:
@@ -98,15 +100,17 @@ class Tiering:
             order: buckets that will come, the most frequent first.
             deadline: on the monotonic clock: until then their eager forwards are captured.
         """
+        if time.monotonic() < deadline and (missing := self._warm_up.missing):
+            self._recorder.warn(f"startup_budget: {missing}")
         for bound in self._warm_up.example_inputs():
             entries = [self._table.open(phase, bound, bucket) for bucket in order]
             # Also without a bucket that is known to come, its program is: one for all sizes.
             for entry in entries or [self._table.open(phase, bound, self._warm_up.smallest(phase))]:
                 self.background.want(entry)
             for entry in entries:
-                if time.monotonic() >= deadline:
-                    break
-                self._capture_on_padding(entry)
+                self._wanted.add((phase, entry.signature, entry.bucket))
+                if time.monotonic() < deadline:
+                    self._capture_on_padding(entry)
 
     def settle_before_ready(self, deadline: float) -> None:
         """Promotes and captures until all that `prewarm` began is at its best, or the deadline has passed.
@@ -117,7 +121,8 @@ class Tiering:
             self.promotions.between_steps(None)
             entries = list(self._table.entries.values())
             for entry in entries:
-                if entry.is_at_best and time.monotonic() < deadline:
+                is_wanted = (entry.phase, entry.signature, entry.bucket) in self._wanted
+                if is_wanted and entry.is_at_best and time.monotonic() < deadline:
                     self._capture_on_padding(entry)
             is_done, has_time = self.promotions.all_agree(
                 all(entry.is_at_best for entry in entries), time.monotonic() < deadline

@@ -152,6 +152,15 @@ class WarmUp:
         """The first bucket of a phase's ladder."""
         return self._resolved.ladders[phase].buckets[0]
 
+    @property
+    def missing(self) -> str | None:
+        """What keeps work from being done before the first step, in words."""
+        if self._examples is None and not self._programs:
+            return "nothing can be made before the first step without example_inputs: pass them to Runtime"
+        if self._captures is not None and self._example_context is None:
+            return "nothing is captured before the first step without an example_context of no tokens: give Runtime one"
+        return None
+
     def example_inputs(self) -> list[BoundInputs]:
         """Inputs that are known before the first step; there may be none."""
         return self.known_inputs() if self._examples is not None or self._programs else []

@@ -71,7 +71,7 @@ class WorkerPool:
         self._recorder = recorder
         self._timeout_s = timeout_s
         self._options = CompilerOptions(emulate_precision_casts=emulate_precision_casts)
-        self._inductor = dict(inductor or {})
+        self._changes = dict(inductor or {})
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._manager: WorkerManager | None = None
@@ -172,7 +172,7 @@ class WorkerPool:
         device = self._device
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        return {"device": str(device), "options": dataclasses.asdict(self._options), "inductor": self._inductor}
+        return {"device": str(device), "options": dataclasses.asdict(self._options), "inductor": self._changes}
 
 
 def _settings() -> dict[str, Any]:

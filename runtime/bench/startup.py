@@ -188,6 +188,11 @@ def _config(arguments: argparse.Namespace) -> GraphConfig:
     """The config of the flags, over the benchmark's own defaults."""
     if arguments.startup is not None:
         raise ConfigError(f"--startup: expected no policy here, got {arguments.startup}; name it in --policies")
+    if arguments.manifest is not None:
+        raise ConfigError(
+            f"--manifest: expected none here, got {arguments.manifest!r}, since each start would know what came in the "
+            f"one before; leave it out"
+        )
     if arguments.cuda_graph_config is None:
         defaults = dict(DEFAULT_FLAGS)
         for phase, buckets in DEFAULT_BUCKETS.items():

@@ -418,3 +418,24 @@ def test_a_watch_that_nobody_stopped_is_dropped(
     assert gone() is None
     compiled(knobs.compilation.listener)
     assert jits(recorder) == []
+
+
+def test_a_look_of_another_thread_takes_nothing_of_what_was_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    import piecework.runtime.jit_watch as module
+
+    times: list[float] = []
+    monkeypatch.setattr(module, "_torch_timer", lambda key: times if key == module._INDUCTOR else [])
+    recorder = Recorder(Counters())
+    watch = module.JitWatch(recorder)
+    watch.start()
+    try:
+        with watch.foreseen():
+            times.append(6.5)
+            looking = threading.Thread(target=watch.look)  # as its own thread does each second
+            looking.start()
+            looking.join(60)
+        times.append(1.0)
+    finally:
+        watch.stop()
+    seen = [event for event in recorder.events if event.kind == "jit"]
+    assert [event.seconds for event in seen] == [1.0]

@@ -448,3 +448,29 @@ def test_a_capture_that_cannot_be_made_at_a_boundary_is_counted(make: Make, monk
     [entry] = [entry for entry in runtime.explain().as_dict()["entries"] if entry["steps"]]
     assert "no memory" in entry["not_captured"]
     assert runtime.settled
+
+
+def test_captures_that_fail_keep_to_the_budget_too(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = make("full", "eager", promotion_budget_ms=20)
+    monkeypatch.setattr(runtime._tiering.promotions, "before_step", lambda: None)
+    for num_tokens in (2, 4, 8):
+        step(runtime, num_tokens)
+
+    def failing(slot: Any, recorder: Any) -> bool:
+        slot.waits = False
+        threading.Event().wait(0.05)
+        return False
+
+    monkeypatch.setattr(runtime._captures, "capture_waiting", failing)
+    assert runtime._tiering.promotions._at_boundary(0.02) == 0
+    assert len(runtime._captures.waiting) == 2  # one has used the budget up
+    assert runtime.counters["boundary_overruns"] == 1
+
+
+def test_nothing_is_captured_that_would_be_dropped_at_once(make: Make) -> None:
+    runtime, reference = make(promotion_budget_ms=0), Toy()
+    both(runtime, reference, 4)
+    while not runtime._tiering.background.is_idle:
+        runtime._tiering.background.wait(0.05)
+    assert runtime.promote() == 1
+    assert [event.kind for event in runtime.events if event.kind in ("capture", "promote")] == ["promote"]

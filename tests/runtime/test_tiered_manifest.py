@@ -141,3 +141,17 @@ def test_a_compile_after_ready_is_seen_and_a_promotion_is_not(tmp_path: Path) ->
         assert runtime.counters["jit_after_ready"] == 0
         data = runtime.manifest_data()
         assert data["phases"]["decode"]["buckets"]["4"]["steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({}, "without example_inputs"),
+        ({"example_inputs": {"x": x_of(2)}}, "without an example_context"),
+    ],
+)
+def test_a_budget_that_can_do_little_says_so(file: Path, more: dict[str, Any], text: str) -> None:
+    options = {"startup": "tiered", "compile_workers": 0, "manifest": str(file), "startup_budget": 60}
+    with pw.Runtime(Toy(), config_of("full", "aot_eager", **options), dynamic_dims={"x": 0}, **more) as runtime:
+        assert [warning for warning in runtime.counters["warnings"] if text in warning]
+        assert runtime.counters["captures"] == 0
