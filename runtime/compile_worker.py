@@ -45,7 +45,9 @@ _GRACE_S = 1.0
 """What a worker started has so long to clean up after itself."""
 END_SIGNAL = signal.SIGUSR1
 """Sent to a supervisor, it ends the worker."""
-_SUPERVISOR_BLOCKS = (END_SIGNAL, signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_DEATH_SIGNAL = signal.SIGUSR2
+"""What the kernel sends it when the server's thread that started it is gone."""
+_SUPERVISOR_BLOCKS = (END_SIGNAL, _DEATH_SIGNAL, signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SIGNALLED = 128
 """A supervisor exits with this and the number of the signal that ended its worker."""
 _PR_SET_PDEATHSIG = 1
@@ -75,7 +77,7 @@ def _supervise(start: Mapping[str, Any], jobs: int, answers: int) -> None:
     prctl = ctypes.CDLL(None).prctl
     signal.pthread_sigmask(signal.SIG_BLOCK, _SUPERVISOR_BLOCKS)
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    prctl(_PR_SET_PDEATHSIG, END_SIGNAL, 0, 0, 0)
+    prctl(_PR_SET_PDEATHSIG, _DEATH_SIGNAL, 0, 0, 0)
     if os.getppid() != start["parent"]:  # it was gone before that
         shutil.rmtree(start["directory"], ignore_errors=True)
         os._exit(1)
@@ -90,12 +92,12 @@ def _supervise(start: Mapping[str, Any], jobs: int, answers: int) -> None:
     try:
         for inherited in (0, 1, 2, answers):  # else the server would not see the worker's end
             os.close(inherited)
-        status, was_left = _wait_for(worker, start["parent"])
+        status, is_orphan = _wait_for(worker)
         is_rest = not _end_the_rest()
         pipe = select.poll()
         pipe.register(jobs, 0)
         # Nobody writes to it any more, once a server that was killed has given its memory back.
-        if any(events & select.POLLHUP for _, events in pipe.poll(_SERVER_ENDS_MS if was_left else 0)):
+        if any(events & select.POLLHUP for _, events in pipe.poll(_SERVER_ENDS_MS if is_orphan else 0)):
             shutil.rmtree(start["directory"], ignore_errors=True)
         if is_rest:
             os.killpg(0, signal.SIGKILL)  # and this process
@@ -107,17 +109,20 @@ def _supervise(start: Mapping[str, Any], jobs: int, answers: int) -> None:
 _SERVER_ENDS_MS = 60_000
 
 
-def _wait_for(worker: int, server: int) -> tuple[int, bool]:
-    """Waits until the worker ends, or kills it when asked to.
+def _wait_for(worker: int) -> tuple[int, bool]:
+    """Waits until the worker ends, or kills it when asked to or when the server dies.
 
-    Returns its status, below 0 for a signal, and whether the server is gone or going.
+    Returns its status, below 0 for a signal, and whether the server was seen to die: its pipes close somewhat later.
     """
+    is_orphan = False
     while True:
-        if signal.sigwait({END_SIGNAL, signal.SIGCHLD}) == END_SIGNAL:
+        number = signal.sigwait({END_SIGNAL, _DEATH_SIGNAL, signal.SIGCHLD})
+        is_orphan = is_orphan or number == _DEATH_SIGNAL
+        if number in (END_SIGNAL, _DEATH_SIGNAL):
             os.kill(worker, signal.SIGKILL)
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if ended[0] == worker:
-                return os.waitstatus_to_exitcode(ended[1]), os.getppid() != server
+                return os.waitstatus_to_exitcode(ended[1]), is_orphan or _DEATH_SIGNAL in signal.sigpending()
 
 
 def _end_the_rest() -> bool:

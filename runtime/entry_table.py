@@ -112,8 +112,7 @@ class EntryTable:
         # The eager forward needs no bucket, but for a capture.
         if why is not None and (entry.family is not None or is_captured(self._config.phase(phase))):
             recorder = self._recorder.within(Scope(phase=phase, in_step=True))
-            last = self._resolved.ladders[phase].max
-            recorder.fallback(why, phase=phase, last_bucket=last, num_tokens=num_tokens, inputs=str(bound.signature))
+            recorder.fallback(why, phase=phase, last_bucket=self._resolved.ladders[phase].max)
         size = entry.size if entry.size is not None else num_tokens
         sizes = {**bound.sizes, TOKENS: size}
         settled = _holds_at(entry, sizes)
