@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 class StartupPolicy(Protocol):
     """What a phase does when something appears for the first time."""
 
-    defers_captures: bool
-    """Whether a capture waits for the boundary before the next step."""
-
     def on_construct(self, runtime: Runtime, phase: Phase) -> None:
         """The end of the runtime's constructor."""
 
@@ -35,8 +32,6 @@ class StartupPolicy(Protocol):
 
 class Lazy:
     """Everything at its first appearance, inside the step that needs it."""
-
-    defers_captures = False
 
     def on_construct(self, runtime: Runtime, phase: Phase) -> None:
         """Does nothing."""
@@ -67,8 +62,6 @@ class Eager(Lazy):
 
 class Tiered:
     """Serves at once with what there is; the background makes better programs, and boundaries swap them in."""
-
-    defers_captures = True
 
     def __init__(self, tiering: Tiering, order: Callable[[Phase], Sequence[int]], deadline: float) -> None:
         """See `Tiering.prewarm` for the order of a phase's buckets, and for the deadline."""

@@ -52,12 +52,11 @@ class Tiering:
     def is_settled(self) -> bool:
         """Whether every bucket that was seen is at its best, and nothing is going on."""
         entries = list(self._table.entries.values())
-        return (
-            self.background.is_idle
-            and self.kernels.is_idle
-            and all(map(self._is_done, entries))
-            and not self.promotions.has_work
-        )
+        return self._is_idle and all(map(self._is_done, entries)) and not self.promotions.has_work
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.background.is_idle and self.kernels.is_idle
 
     def _is_done(self, entry: Entry) -> bool:
         slots = self._captures.state_of(entry) if self._captures is not None else []
@@ -141,9 +140,7 @@ class Tiering:
         """
         deadline = time.monotonic() + timeout_s if timeout_s is not None else None
         while True:
-            was_idle = (
-                self.background.is_idle and self.kernels.is_idle
-            )  # before the look: what came since is seen in the next round
+            was_idle = self._is_idle  # before the look: what came since is seen in the next round
             num_done = self.between_steps(None)
             can_go_on = bool(num_done) or not was_idle
             has_time = deadline is None or time.monotonic() < deadline

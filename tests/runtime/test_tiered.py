@@ -17,7 +17,7 @@ import piecework as pw
 from piecework.errors import CompileError, WorkerLostError
 from piecework.runtime.building import WorkerBuilder
 
-from .toy_captures import BACKENDS, BODIES, LAYERS, SEGMENTS, Slots, Toy, config_of, plain, step, x_of
+from .toy_captures import BACKENDS, BODIES, LAYERS, SEGMENTS, Affine, Slots, Toy, config_of, plain, step, x_of
 
 WAYS = (*BACKENDS, ("disabled", "aot_eager"))
 COMPILED = [way for way in WAYS if way[1] != "eager" or way[0] == "tc_piecewise"]
@@ -282,20 +282,8 @@ def test_a_model_that_cannot_be_traced_stays_captured_eager(make: Make) -> None:
     assert "could not be made" in entry["given_up"]
 
 
-class Plain(torch.nn.Module):
-    """No split op, no cache: what it computes depends on its inputs alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = torch.nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x).tanh()
-
-
 def test_a_program_is_made_under_the_autocast_of_its_steps(make: Make) -> None:
-    runtime, reference = make(model=Plain()), Plain()
+    runtime, reference = make(model=Affine()), Affine()
     for seed in range(1000):
         with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
             got = runtime.run("decode", {"x": x_of(4, seed)})
@@ -309,7 +297,7 @@ def test_a_program_is_made_under_the_autocast_of_its_steps(make: Make) -> None:
 
 
 def test_what_needs_settings_that_are_gone_is_not_promoted(make: Make) -> None:
-    runtime, x = make(model=Plain()), x_of(4)
+    runtime, x = make(model=Affine()), x_of(4)
     with runtime._table.lock:  # the background waits for it
         torch.set_default_dtype(torch.float64)
         try:

@@ -15,7 +15,7 @@ from torch._dynamo.output_graph import OutputGraph
 import piecework as pw
 from piecework.runtime.building import WorkerBuilder
 
-from .toy_captures import Slots, Toy, config_of, plain, step, x_of
+from .toy_captures import Affine, Slots, Toy, config_of, plain, step, x_of
 
 LIMIT_S = 120.0
 Make = Callable[..., Any]
@@ -50,16 +50,6 @@ class Hold:
             return function(*arguments, **options)
 
         monkeypatch.setattr(owner, name, held)
-
-
-class Affine(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = torch.nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x).tanh()
 
 
 def run(runtime: Any, seed: int, num_tokens: int = 4) -> torch.Tensor:

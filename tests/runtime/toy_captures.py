@@ -64,6 +64,19 @@ class Toy(nn.Module):
         return x
 
 
+class Affine(nn.Module):
+    """No split op, no cache: what it computes depends on its inputs alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x).tanh()
+        return y
+
+
 def config_of(backend: str, compiler: str = "eager", *, buckets: tuple[int, ...] = (2, 4, 8), **options: Any) -> Any:
     phase = pw.PhaseConfig(backend=backend, compiler=compiler, buckets=buckets)
     return pw.GraphConfig(prefill=phase, decode=phase, capture_device="tape", **options)
