@@ -418,6 +418,17 @@ def import_compilers() -> None:
     import torch._inductor.standalone_compile  # noqa: F401
 
 
+def start_compiling(compiler: Compiler) -> None:
+    """Starts what a compiler compiles kernels for a GPU in: processes that need seconds. Does not wait for them."""
+    if compiler is not Compiler.INDUCTOR or not torch.cuda.is_initialized():
+        return
+    from torch._inductor.async_compile import AsyncCompile
+
+    with _inductor_settings():
+        AsyncCompile.warm_pool()
+        AsyncCompile.wakeup()
+
+
 def compile_something(device: torch.device) -> None:
     """Compiles `x + 1` on a device, to start Inductor's machinery. Raises: CompileError."""
 

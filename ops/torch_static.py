@@ -30,14 +30,23 @@ def paged_attention(
     scale: float,
     window_size: int,
     context: AttentionContext,
+    *,
+    longest: int | None = None,
 ) -> None:
     """Stores K and V, then attends; arguments as in `piecework.ops.attention.paged_attention`.
+
+    Args:
+        longest: the most tokens that a request has, where the caller knows it: no more of the cache is gathered.
 
     Request slots may be empty, at the end or in between; rows that no request has become zeros.
     """
     store(k, v, k_cache, v_cache, context.slot_mapping)
-    num_reqs, num_blocks = context.block_table.shape
-    num_seen = num_blocks * k_cache.shape[1]
+    block_size = k_cache.shape[1]
+    table = context.block_table
+    if longest is not None:
+        table = table[:, : max(1, -(-longest // block_size))]  # a row of padding looks at one key
+    num_reqs, num_blocks = table.shape
+    num_seen = num_blocks * block_size
     if num_reqs == 0 or num_seen == 0:
         out.zero_()
         return
@@ -50,7 +59,7 @@ def paged_attention(
         hidden = positions > last
         if window_size:
             hidden = hidden | (positions <= last - window_size)
-        blocks = context.block_table[request[rows]]
+        blocks = table[request[rows]]
         # [rows, blocks, block_size, kv_heads, head_size] -> [rows, kv_heads, tokens, head_size]
         keys = k_cache[blocks].flatten(1, 2).transpose(1, 2)
         values = v_cache[blocks].flatten(1, 2).transpose(1, 2)

@@ -21,10 +21,23 @@ from .values import check_count, check_flag, check_num_bytes, check_path, check_
 
 
 def _doc(
-    text: str, *, metavar: str | None = None, numeric: bool = False, many: bool = False, commas: bool = False
+    text: str,
+    *,
+    metavar: str | None = None,
+    numeric: bool = False,
+    many: bool = False,
+    commas: bool = False,
+    switch: bool = False,
 ) -> dict[str, Any]:
     """The documentation of a field and how its flag reads values: the one source of `--help` and of the README."""
-    return {"doc": text, "metavar": metavar, "numeric": numeric, "many": many, "commas": commas}
+    return {
+        "doc": text,
+        "metavar": metavar,
+        "numeric": numeric,
+        "many": many,
+        "commas": commas,
+        "switch": switch,
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,9 +201,12 @@ class GraphConfig:
             numeric=True,
         ),
     )
-    emulate_precision_casts: bool = field(
-        default=False,
-        metadata=_doc("inductor rounds where eager code does, so that a promotion changes fewer tokens"),
+    emulate_precision_casts: bool | None = field(
+        default=None,
+        metadata=_doc(
+            "inductor rounds where eager code does, so that a promotion changes fewer tokens; if unset, under tiered",
+            switch=True,
+        ),
     )
     capture_device: CaptureDevice = field(
         default=CaptureDevice.AUTO,
@@ -253,7 +269,7 @@ class GraphConfig:
             compile_timeout_s: float = ...,
             manifest: str | os.PathLike[str] | None = ...,
             startup_budget: float = ...,
-            emulate_precision_casts: bool = ...,
+            emulate_precision_casts: bool | None = ...,
             capture_device: CaptureDevice | str = ...,
             cache_dir: str | os.PathLike[str] | None = ...,
             enable_torch_compile: bool = ...,
@@ -279,8 +295,10 @@ class GraphConfig:
         _set(self, "compile_timeout_s", check_seconds(self.compile_timeout_s, "compile_timeout_s"))
         _set(self, "manifest", check_path(self.manifest, "manifest", "a file"))
         _set(self, "startup_budget", check_seconds(self.startup_budget, "startup_budget"))
-        for name in ("enable_torch_compile", "evaluate_guards", "debug_captures", "emulate_precision_casts"):
+        for name in ("enable_torch_compile", "evaluate_guards", "debug_captures"):
             check_flag(getattr(self, name), name)
+        if self.emulate_precision_casts is not None:
+            check_flag(self.emulate_precision_casts, "emulate_precision_casts")
         if self.evaluate_guards and any(self.startup_of(phase) is Startup.TIERED for phase in Phase):
             raise ConfigError(
                 "startup: expected eager or lazy under evaluate_guards, since guards are of a trace in the step's own "
@@ -299,6 +317,13 @@ class GraphConfig:
         """The startup policy of one phase: its own, or that of both."""
         own = self.phase(phase).startup
         return own if own is not None else self.startup
+
+    @property
+    def emulates_precision_casts(self) -> bool:
+        """`emulate_precision_casts`, or what holds where it is unset: programs take each other's place under tiered."""
+        if self.emulate_precision_casts is not None:
+            return self.emulate_precision_casts
+        return any(self.startup_of(phase) is Startup.TIERED for phase in Phase)
 
     def with_phase(self, phase: Phase | str, **changes: Any) -> GraphConfig:
         """A copy in which fields of one phase are replaced."""

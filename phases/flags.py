@@ -59,7 +59,9 @@ def add_graph_flags(parser: argparse.ArgumentParser) -> None:
     for flag, paths in FLAGS.items():
         field = _field(paths)
         text = f"{field.metadata['doc']} ({', '.join(paths)}; default: {_default(field)})".replace("%", "%%")
-        if isinstance(field.default, bool):
+        if field.metadata["switch"]:  # unset is a third thing
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
+        elif isinstance(field.default, bool):
             group.add_argument(flag, action="store_const", const=True, help=text)
         else:
             read = _number if field.metadata["numeric"] else str

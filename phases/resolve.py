@@ -29,7 +29,7 @@ class Resolved:
     """A config without "auto", and what follows from it."""
 
     config: GraphConfig
-    """No field is "auto". Resolving it again for the same device changes nothing."""
+    """No field is "auto", `emulate_precision_casts` is not unset. Resolved again for the same device it is the same."""
     ladders: Mapping[Phase, BucketLadder]
     """The ladder of each phase."""
     reasons: tuple[str, ...]
@@ -74,8 +74,12 @@ def resolve(
             passed = f" ({preferred}: {no_capture})" if no_capture is not None else ""
             reasons.append(f"{phase}.backend: auto -> {backend}{passed}")
             config = config.with_phase(phase, backend=backend)
+    casts = config.emulates_precision_casts
+    if casts and config.emulate_precision_casts is None and _uses_inductor(config):
+        reasons.append("emulate_precision_casts: unset -> true (under tiered, programs take the place of eager code)")
+    config = replace(config, capture_device=capture, emulate_precision_casts=casts)
     return Resolved(
-        config=replace(config, capture_device=capture),
+        config=config,
         ladders={phase: config.phase(phase).ladder(phase) for phase in Phase},
         reasons=tuple(reasons),
     )
@@ -86,6 +90,10 @@ def preferred_backend(phase: Phase, compiler: Compiler) -> Backend:
     if phase is Phase.DECODE:
         return Backend.FULL
     return Backend.BREAKABLE if compiler is Compiler.EAGER else Backend.TC_PIECEWISE
+
+
+def _uses_inductor(config: GraphConfig) -> bool:
+    return any(config.phase(phase).compiler is Compiler.INDUCTOR for phase in Phase)
 
 
 def _idle(config: GraphConfig) -> bool:

@@ -24,6 +24,7 @@ from ..graphs.random_state import restores_ignored
 from .entries import Entry, EntryKey
 from .entry_table import EntryTable
 from .events import Recorder, Scope
+from .lock_turns import short_turns
 from .padding_step import under_ambient_state
 from .programs import Builder
 from .promotion import GAIN
@@ -148,7 +149,7 @@ class Background:
             name = max(ready, key=lambda each: self._value(ready[each]))
             self._is_working = True
         try:
-            with self._foreseen(), restores_ignored():
+            with self._foreseen(), restores_ignored(), short_turns():
                 self._fulfil(ready[name])
         except BaseException as error:  # whatever a compiler raises; a step must not be hurt
             self._give_up(name, ready[name], error)

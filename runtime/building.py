@@ -93,8 +93,16 @@ def start_workers(config: GraphConfig, device: torch.device | str) -> Workers | 
         None if the runtime will use none: also where Inductor's configuration holds what cannot be sent, such as a pass
         of the caller's.
     """
-    traced = [phase for phase in Phase if config.startup_of(phase) is Startup.TIERED and is_traced(config.phase(phase))]
-    if not traced or not config.compile_workers:
+    workers = make_workers(config, device)
+    if workers is not None and any(has_artifacts(config.phase(phase).compiler) for phase in _traced(config)):
+        # Seconds of imports, the first time: beside what the caller does before it has a model to run.
+        threading.Thread(target=prepare_to_load, name="piecework-prepare", daemon=True).start()
+    return workers
+
+
+def make_workers(config: GraphConfig, device: torch.device | str) -> Workers | None:
+    """As `start_workers`, for a runtime that serves at once: nothing goes on in this process."""
+    if not _traced(config) or not config.compile_workers:
         return None
     changes, others = inductor_changes()
     if others:
@@ -111,17 +119,18 @@ def start_workers(config: GraphConfig, device: torch.device | str) -> Workers | 
         device=torch.device(device),
         recorder=recorder,
         timeout_s=config.compile_timeout_s,
-        emulate_precision_casts=config.emulate_precision_casts,
+        emulate_precision_casts=config.emulates_precision_casts,
         inductor=changes,
     )
     pool.start()
-    if any(has_artifacts(config.phase(phase).compiler) for phase in traced):
-        # Seconds of imports, the first time: beside what the caller does before it has a model to run.
-        threading.Thread(target=prepare_to_load, name="piecework-prepare", daemon=True).start()
     on_gpu = torch.device(device).type == "cuda"
     return Workers(
         pool=pool, recorder=recorder, reserved_bytes=config.compile_workers * ASSUMED_GPU_BYTES if on_gpu else 0
     )
+
+
+def _traced(config: GraphConfig) -> list[Phase]:
+    return [phase for phase in Phase if config.startup_of(phase) is Startup.TIERED and is_traced(config.phase(phase))]
 
 
 class WorkerBuilder:
@@ -221,6 +230,7 @@ class WorkerBuilder:
             for fingerprint in missing
         }
         started = time.perf_counter()
+        prepare_to_load()  # meanwhile
         kind = "general" if bucket is None else "specialized"
         detail = {} if bucket is None else {"bucket": bucket}
         with recorder.progress(

@@ -330,7 +330,7 @@ class EntryTable:
             self.compiled,
             self._witness,
             ready,
-            CompilerOptions(emulate_precision_casts=self._config.emulate_precision_casts),
+            CompilerOptions(emulate_precision_casts=self._config.emulates_precision_casts),
         )
         self.families[signature, compiler] = family
         return family

@@ -1,4 +1,4 @@
-"""Kernels that a library would compile inside a step: compiled in threads instead, while the step does without."""
+"""Kernels that a library would compile inside a step: compiled in a thread instead, while steps do without."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from .events import Recorder
+from .lock_turns import short_turns
 
 _THREADS = 2
 
 
 class KernelQueue:
-    """Compiles each kernel once, in the order in which steps asked. Thread-safe; nothing here waits or raises."""
+    """Compiles each kernel once, in the order in which steps asked. Thread-safe; nothing here waits or raises.
+
+    It begins when the first step has ended, whose caller waits for nothing else.
+    """
 
     def __init__(
         self,
@@ -32,6 +37,11 @@ class KernelQueue:
         self._known: set[Hashable] = set()
         self._num_pending = 0
         self._executor: ThreadPoolExecutor | None = ThreadPoolExecutor(_THREADS, "piecework-kernels")
+        self.holds = True
+        """Whether what is submitted waits for `begin`."""
+        self._held: list[Callable[[], None]] = []
+        self._first: AbstractContextManager[Any] = threading.Lock()
+        """The first compile is alone, in which a library does what it does once: two would do it at once, and twice."""
 
     @property
     def is_idle(self) -> bool:
@@ -47,22 +57,36 @@ class KernelQueue:
                 return
             self._known.add(key)
             self._num_pending += 1
-            self._executor.submit(self._compile, compile_it)
+            if self.holds:
+                self._held.append(compile_it)
+            else:
+                self._executor.submit(self._compile, compile_it)
+
+    def begin(self) -> None:
+        """Compiles what was submitted, and from now on whatever is."""
+        with self._lock:
+            held, self._held, self.holds = self._held, [], False
+            for compile_it in held if self._executor is not None else ():
+                self._executor.submit(self._compile, compile_it)
 
     def import_early(self, module: str) -> None:
-        """Imports a module that steps will need, which takes long the first time."""
-
-        def import_it() -> None:
-            importlib.import_module(module)
-
-        self.submit(("import", module), import_it)
+        """Imports a module that steps will need, which takes long the first time; does not wait for `begin`."""
+        with self._lock:
+            if self._executor is not None:
+                self._num_pending += 1
+                self._executor.submit(self._make, lambda: importlib.import_module(module))
 
     def _compile(self, compile_it: Callable[[], None]) -> None:
+        with self._first:
+            self._make(compile_it)
+            self._first = nullcontext()
+
+    def _make(self, make_it: Callable[[], object]) -> None:
         started = time.perf_counter()
         detail = {}
         try:
-            with self._foreseen():
-                compile_it()
+            with self._foreseen(), short_turns():
+                make_it()
         except Exception as error:  # the step that needs it will say so
             detail["error"] = f"{type(error).__name__}: {error}"
         finally:

@@ -94,9 +94,15 @@ def load_manifest(path: str | None) -> Manifest:
 
 
 def prewarming_config(config: GraphConfig) -> GraphConfig:
-    """The config of a runtime that builds when it is told to, and leaves the manifest as it is: nothing is traffic."""
+    """The config of a runtime that builds when it is told to, and leaves the manifest as it is: nothing is traffic.
+
+    It makes what the server's own policy would make.
+    """
+    casts = config.emulates_precision_casts
     phases: dict[str, Any] = {str(p): dataclasses.replace(config.phase(p), startup=None) for p in Phase}
-    return dataclasses.replace(config, **phases, startup=Startup.LAZY, manifest=None, startup_budget=0.0)
+    return dataclasses.replace(
+        config, **phases, startup=Startup.LAZY, manifest=None, startup_budget=0.0, emulate_precision_casts=casts
+    )
 
 
 def prewarm(

@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from ..errors import CompileError, InputError, RecompileError, TraceError
 from ..graphs.addresses import ModelBindings
 from ..graphs.bindings import Bindings
-from ..graphs.compilers import DEFAULT_OPTIONS, CompilerOptions
+from ..graphs.compilers import DEFAULT_OPTIONS, CompilerOptions, start_compiling
 from ..graphs.debug import MutationWitness
 from ..graphs.dynamo import COMPILE_LOCK
 from ..graphs.inputs import TOKENS, BoundInputs, Constant, InputContract, Signature
@@ -332,6 +332,7 @@ class ProgramFamily:
 
     def _trace_graph(self, sizes: Mapping[str, int], recorder: Recorder, backed: bool) -> PiecewiseGraph:
         registry.load_entry_points()
+        start_compiling(self.compiler)  # beside the trace
         started = time.perf_counter()
         guarded = self._witness is not None
         with recorder.progress("tracing the model"), COMPILE_LOCK, tracing_with(self.fused):

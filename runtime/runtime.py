@@ -202,13 +202,13 @@ class Runtime:
 
     def _make_tiering(self, device: torch.device, factory: ModelFactory | None, process_group: Any) -> Tiering:
         from .agreement import agreement_of
-        from .building import WorkerBuilder, start_workers
+        from .building import WorkerBuilder, make_workers
 
         agreement = agreement_of(process_group)
         promotions = Promotions(self._table, self._captures, self.config, self._recorder, agreement)
         self._table.starts_at_eager = agreement is not None
         if self._workers is None:
-            self._workers = start_workers(self.config, device)
+            self._workers = make_workers(self.config, device)
         if self._workers is not None:
             self._workers.recorder.tell(self._recorder)
         builder = WorkerBuilder(
@@ -266,10 +266,15 @@ class Runtime:
             raise RuntimeClosedError("run: this Runtime was closed; make a new one")
         if self._tiering is None:
             return self._step(phase, inputs, context, copy)
-        with defer_compiles(self._tiering.kernels.submit):
-            if self._tiering.promotions.is_due:
-                self._tiering.before_step()
-            return self._step(phase, inputs, context, copy)
+        kernels = self._tiering.kernels
+        try:
+            with defer_compiles(kernels.submit):
+                if self._tiering.promotions.is_due:
+                    self._tiering.before_step()
+                return self._step(phase, inputs, context, copy)
+        finally:
+            if kernels.holds:
+                kernels.begin()
 
     def _step(self, phase: Phase | str, inputs: Mapping[str, Any], context: object, copy: bool) -> Any:
         if self.config.debug_captures:

@@ -263,6 +263,35 @@ def startup(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def straddle(result: dict[str, Any]) -> list[str]:
+    """Each program that requests were promoted to: how many got other tokens, and a step of it."""
+    rows = []
+    for name, way in result["ways"].items():
+        step = result["steps"].get(name)
+        first = way.get("first_difference_median")
+        differ = way["error"] if "error" in way else f"{way['differ']} of {result['requests']} ({way['share']:.1%})"
+        rows.append(
+            [
+                name,
+                differ,
+                f"token {first:.0f}" if first is not None else "-",
+                f"{step['step_ms']:.2f} ms" if step is not None else "-",
+            ]
+        )
+    lines = markdown(["promoted to", "requests with other tokens", "first one, median", "a step"], rows)
+    eager = (
+        f" A step of eager takes {result['steps']['eager']['step_ms']:.2f} ms." if "eager" in result["steps"] else ""
+    )
+    cost = f" Emulated casts cost {result['casts_cost']:+.1%} of a step." if "casts_cost" in result else ""
+    return [
+        *lines,
+        "",
+        f"Greedy requests of {result['new_tokens']} tokens, {result['batch']} at a time, promoted after "
+        f"{result['promoted_after']} from the captured eager forward to Inductor's general program.{eager}{cost} "
+        f"{result['layers']} layers, {result['dtype']}, random weights.",
+    ]
+
+
 _WAITED = {"before ready": "before ready", "a step": "a step waited", "nobody": "nobody waited"}
 
 
@@ -272,6 +301,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "prefill": prefill,
     "dispatch": dispatch,
     "startup": startup,
+    "straddle": straddle,
 }
 """Name of a marker, of a part of gpu_run.py and of a file gpu_NAME.json -> the table's lines."""
 

@@ -81,6 +81,18 @@ def test_a_step_is_late_beyond_its_own_kind_or_by_what_it_waited_for(load: Load)
     assert (second["at_s"], second["late_ms"], second["events"]) == (3.0, pytest.approx(54), ["capture"])
 
 
+def test_eager_steps_without_kernels_are_of_their_own_kind(load: Load) -> None:
+    """Until attention kernels are compiled torch's operators attend, which takes its own time."""
+    steps = [step(at_s, 0.107, "eager") for at_s in (1.0, 2.0, 3.0, 4.0)]
+    steps += [step(at_s, 0.05, "eager") for at_s in (5.5, 6.0, 7.0, 8.0)]
+    steps += [step(9.0, 0.102, "eager")]
+    late = load("startup_numbers").delayed(steps, [event(0.1, "kernel", 0.1), event(4.5, "kernel", 1.0)])
+    assert [found["at_s"] for found in late] == [9.0]
+    late = load("startup_numbers").delayed(steps, [])
+    assert [found["at_s"] for found in late] == []
+    assert load("startup_numbers").causes([event(4.5, "kernel", 1.0)], 0.1) == {"attention kernels": {"nobody": 1.0}}
+
+
 def test_causes_are_split_by_who_waited(load: Load) -> None:
     events = [
         event(0.5, "capture", 0.25),

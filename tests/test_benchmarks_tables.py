@@ -125,6 +125,26 @@ def test_capture_and_dispatch_show_what_failed(tables: ModuleType, tmp_path: Pat
     assert text.count("`full`, `eager`: read layout 4.6, fill 3.8.") == 1
 
 
+def test_straddle_has_a_row_a_program_and_says_what_failed(tables: ModuleType, tmp_path: Path) -> None:
+    ways = {
+        "no promotion": {"differ": 0, "share": 0.0, "first_difference_median": None},
+        "general": {"differ": 7, "share": 0.875, "first_difference_median": 21},
+        "general, emulated casts": {"error": "CUDA error"},
+    }
+    steps = {"eager": {"step_ms": 6.254}, "general": {"step_ms": 4.852}}
+    sizes = {"requests": 8, "batch": 4, "new_tokens": 32, "promoted_after": 16}
+    write(tmp_path, "straddle", {**ABOUT, **sizes, "ways": ways, "steps": steps, "casts_cost": -0.006})
+    text = tables.rendered("straddle", tmp_path)
+    for line in (
+        "| no promotion | 0 of 8 (0.0%) | - | - |",
+        "| general | 7 of 8 (87.5%) | token 21 | 4.85 ms |",
+        "| general, emulated casts | CUDA error | - | - |",
+    ):
+        assert line in text
+    assert "A step of eager takes 6.25 ms. Emulated casts cost -0.6% of a step." in text
+    assert "Greedy requests of 32 tokens, 4 at a time, promoted after 16 from" in text
+
+
 def test_startup_has_a_column_a_policy_and_says_what_failed(tables: ModuleType, tmp_path: Path) -> None:
     ours = {
         "ready_s": 0.123,

@@ -142,14 +142,20 @@ def prepare(
 
 
 def _attend_without(q: torch.Tensor, *others: Any) -> None:
-    """Does a call without these kernels, with torch's own operators. Raises: KernelNotReadyError in a capture."""
+    """Does a call without these kernels, with torch's own operators; may wait for the device.
+
+    Raises: KernelNotReadyError in a capture.
+    """
     if is_capturing_whole() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         raise KernelNotReadyError(
             "paged_attention: expected its Triton kernels to be compiled before a capture, got one while that is left "
             "to others (defer_compiles); capture again later, or outside of defer_compiles to wait for the compile"
         )
-    stand_in = torch_static if others[-1].is_static else torch_native
-    stand_in.paged_attention(q, *others)
+    context = others[-1]
+    if context.is_static:  # which would be all that its block table has room for, were the device not asked
+        torch_static.paged_attention(q, *others, longest=int(context.seq_lens.max()) if context.num_reqs else 0)
+    else:
+        torch_native.paged_attention(q, *others)
 
 
 def _nothing(context: AttentionContext) -> None:

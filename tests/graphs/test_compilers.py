@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 from torch import nn
+from torch._inductor import async_compile
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from piecework.graphs.compilers import compile_piece
+from piecework.graphs.compilers import compile_piece, start_compiling
 from piecework.graphs.recorder import NullRecorder
 from piecework.phases import Compiler
 
@@ -169,3 +171,18 @@ def test_kernels_are_tried_out_briefly_and_with_pauses_beside_steps(monkeypatch:
     benchmarker.benchmark_gpu(len)
     assert calls[-1] == {"memory_warmup_iters": 100}
     assert len(slept) == 2
+
+
+def test_processes_that_compile_kernels_start_where_a_gpu_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take seconds, and a trace takes as long: they start beside it."""
+    started: list[tuple[str, int]] = []
+    for name in ("warm_pool", "wakeup"):
+        noting = lambda name=name: started.append((name, inductor_config.compile_threads))  # noqa: E731
+        monkeypatch.setattr(async_compile.AsyncCompile, name, noting)
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 5)
+    for is_used in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda is_used=is_used: is_used)
+        for compiler in Compiler:
+            start_compiling(compiler)
+    assert started == [("warm_pool", 5), ("wakeup", 5)]

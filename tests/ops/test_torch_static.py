@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,6 +75,26 @@ def test_a_step_of_padding_alone(requests: list[tuple[int, int]]) -> None:
     step = make_step(dataclasses.replace(PLAIN, requests=requests), torch.float64)
     check(step, static_attention, step.context, rtol=0, atol=0)
     check(step, static_attention, static_copy(step.context, empty_slots=2, spare_blocks=2), rtol=0, atol=0)
+
+
+def test_no_more_is_gathered_than_the_longest_request_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = make_step(PLAIN, torch.float64)  # lengths 7, 5, 3, 11, 0, 1: three blocks of four
+    static = static_copy(step.context, empty_slots=2, spare_blocks=50)
+    seen: list[int] = []
+    attend = torch_static.attend
+    monkeypatch.setattr(
+        torch_static, "attend", lambda q, keys, *others: (seen.append(keys.shape[2]), attend(q, keys, *others))[1]
+    )
+    for longest, gathered in ((11, 12), (12, 12), (13, 16), (None, static.block_table.shape[1] * 4)):
+        seen.clear()
+        check(step, functools.partial(static_attention, longest=longest), static, rtol=1e-10, atol=1e-12)
+        assert set(seen) == {gathered}
+
+
+def test_a_longest_of_none_of_padding_alone() -> None:
+    step = make_step(dataclasses.replace(PLAIN, requests=[(0, 0)]), torch.float64)
+    static = static_copy(step.context, empty_slots=2, spare_blocks=2)
+    check(step, functools.partial(static_attention, longest=0), static, rtol=0, atol=0)
 
 
 # ---- what a capture would hold

@@ -170,7 +170,7 @@ def test_no_call_compiles(
     for module in (kernels.torch_native, kernels.torch_static):
         name = module.__name__.rpartition(".")[2]
         attend = module.paged_attention
-        noting = lambda *args, name=name, attend=attend: (world.log.append(name), attend(*args))  # noqa: E731
+        noting = lambda *args, name=name, attend=attend, **how: (world.log.append(name), attend(*args, **how))  # noqa: E731
         monkeypatch.setattr(module, "paged_attention", noting)
     stand_in = ["torch_static" if is_static else "torch_native"]
     assert world.call(step, context) == stand_in
@@ -181,6 +181,21 @@ def test_no_call_compiles(
     for _ in range(2):
         assert world.call(step, context) == quick(kind)
     assert world.compile_all() == []
+
+
+def test_without_kernels_only_what_requests_have_is_gathered(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A static context has a table for the longest requests that may come; a step that may wait asks the device."""
+    step = make_step(DECODE, torch.float32)
+    spare = static_copy(step.context, spare_blocks=64)
+    asked: list[int] = []
+    attend = kernels.torch_static.paged_attention
+    monkeypatch.setattr(
+        kernels.torch_static,
+        "paged_attention",
+        lambda *args, longest: (asked.append(longest), attend(*args, longest=longest)),
+    )
+    assert world.call(step, spare) == []
+    assert asked == [401]
 
 
 def test_the_layers_of_a_step_submit_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ graph_configs = st.builds(
     compile_timeout_s=st.floats(0, 1e6),
     manifest=st.none() | st.text(min_size=1),
     startup_budget=st.floats(0, 1e6),
-    emulate_precision_casts=st.booleans(),
+    emulate_precision_casts=st.none() | st.booleans(),
     capture_device=st.sampled_from(list(CaptureDevice)),
     cache_dir=st.none() | st.text(min_size=1),
     enable_torch_compile=st.booleans(),

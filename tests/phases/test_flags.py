@@ -82,6 +82,10 @@ def test_every_flag_has_a_case_and_every_field_a_flag() -> None:
     assert sorted(paths) == sorted(path for flag_paths in FLAGS.values() for path in flag_paths)
 
 
+def test_a_switch_that_is_unset_can_be_set_both_ways() -> None:
+    assert parse("--no-emulate-precision-casts") == GraphConfig(emulate_precision_casts=False) != GraphConfig()
+
+
 def test_no_flag_gives_the_defaults() -> None:
     assert parse() == GraphConfig()
     assert graph_config_from_args(argparse.Namespace()) == GraphConfig()

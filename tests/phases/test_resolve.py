@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -131,7 +132,31 @@ def test_cuda_captures_need_a_cuda_device() -> None:
         "leave it out, or disable both backends"
     )
     idle = with_backends("disabled", "disabled", capture_device="cuda")
-    assert resolve(idle, device_type="cpu").config == idle
+    assert resolve(idle, device_type="cpu").config == replace(idle, emulate_precision_casts=False)
+
+
+@pytest.mark.parametrize(
+    ("said", "startup", "decode_startup", "compiler", "casts", "is_told"),
+    [
+        (None, "lazy", None, "inductor", False, False),
+        (None, "tiered", None, "inductor", True, True),
+        (None, "tiered", "eager", "inductor", True, True),
+        (None, "eager", "tiered", "inductor", True, True),
+        (None, "tiered", None, "aot_eager", True, False),
+        (False, "tiered", None, "inductor", False, False),
+        (True, "lazy", None, "inductor", True, False),
+    ],
+)
+def test_precision_casts_are_emulated_where_programs_take_each_others_place(
+    said: bool | None, startup: str, decode_startup: str | None, compiler: str, casts: bool, is_told: bool
+) -> None:
+    config = GraphConfig(
+        decode=PhaseConfig(compiler=compiler, startup=decode_startup), startup=startup, emulate_precision_casts=said
+    )
+    resolved = resolve(config, device_type="cpu")
+    assert config.emulates_precision_casts is resolved.config.emulate_precision_casts is casts
+    told = "emulate_precision_casts: unset -> true (under tiered, programs take the place of eager code)"
+    assert (told in resolved.reasons) is is_told
 
 
 @given(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,22 @@ def test_workers_get_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     with inductor_config.patch({SETTING: "ATEN"}):
         assert start_workers(config, "cpu") is not None
     assert started[0]["inductor"][SETTING] == "ATEN"
+
+
+def test_imports_of_inductor_begin_before_there_is_a_runtime_or_beside_what_workers_compile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A runtime that serves at once has nothing of it in its process meanwhile."""
+    prepared = threading.Event()
+    monkeypatch.setattr(WorkerPool, "start", lambda pool: None)
+    monkeypatch.setattr(building, "prepare_to_load", prepared.set)
+    for compiler, is_prepared in (("aot_eager", False), ("inductor", True)):
+        prepared.clear()
+        config = config_of("disabled", compiler, startup="tiered")
+        assert building.make_workers(config, "cpu") is not None
+        assert not prepared.wait(0.05)
+        assert start_workers(config, "cpu") is not None
+        assert prepared.wait(60 if is_prepared else 0.05) is is_prepared
 
 
 def test_with_a_pass_of_the_callers_a_thread_compiles(

@@ -165,7 +165,13 @@ def test_the_queue_compiles_each_once_and_survives_failures() -> None:
         queue.submit("b", failing)
     queue.import_early("json")
     queue.import_early("no.such.module")
-    for _ in range(4):
+    for _ in range(2):
+        assert changed.acquire(timeout=LIMIT_S)
+    assert not changed.acquire(timeout=0.05), "kernels wait for the end of the first step"
+    assert (order, queue.is_idle, queue.holds) == ([], False, True)
+    queue.begin()
+    assert not queue.holds
+    for _ in range(2):
         assert changed.acquire(timeout=LIMIT_S)
     assert queue.is_idle
     assert order == ["a"]
@@ -176,5 +182,75 @@ def test_the_queue_compiles_each_once_and_survives_failures() -> None:
     queue.close()
     queue.close()
     queue.submit("c", lambda: order.append("c"))
+    queue.begin()
     assert order == ["a"]
     assert queue.is_idle
+
+
+def test_the_first_compile_is_alone_and_others_are_not() -> None:
+    """The first does what a library does once; two threads would both do it."""
+    queue = KernelQueue(Recorder(Counters()), on_change=lambda: None)
+    running, most = [], []
+    lock, go, done = threading.Lock(), threading.Event(), threading.Semaphore(0)
+    both = threading.Barrier(2)
+
+    def first() -> None:
+        running.append("first")
+        assert go.wait(LIMIT_S)
+        most.append(len(running))
+        running.remove("first")
+        done.release()
+
+    def other() -> None:
+        with lock:
+            running.append("other")
+        both.wait(LIMIT_S)  # both of them are inside
+        done.release()
+
+    for name, job in (("first", first), ("second", other), ("third", other)):
+        queue.submit(name, job)
+    queue.begin()
+    threading.Event().wait(0.05)
+    go.set()
+    for _ in range(3):
+        assert done.acquire(timeout=LIMIT_S)
+    assert most == [1]
+    queue.close()
+
+
+def test_kernels_begin_when_the_first_step_has_ended(kernel: Kernel) -> None:
+    kernel.go.set()
+    config = config_of("full", "eager", startup="tiered", compile_workers=0)
+    seen: list[bool] = []
+
+    class Watching(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            threading.Event().wait(0.05)
+            seen.append(KERNEL.compiled)
+            return y
+
+    with pw.Runtime(Watching(), config, dynamic_dims={"x": 0}) as runtime:
+        run(runtime, 0)
+        assert seen[0] is False
+        assert runtime.wait_settled(LIMIT_S)
+        assert kernel.compiled
+
+
+def test_kernels_begin_after_a_step_that_fails(kernel: Kernel) -> None:
+    kernel.go.set()
+
+    class Failing(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            super().forward(x)
+            raise RuntimeError("no")
+
+    config = config_of("full", "eager", startup="tiered", compile_workers=0)
+    with pw.Runtime(Failing(), config, dynamic_dims={"x": 0}) as runtime:
+        with pytest.raises(RuntimeError, match="no"):
+            runtime.run("decode", {"x": x_of(4, 0)})
+        for _ in range(1000):
+            if kernel.compiled:
+                break
+            threading.Event().wait(0.01)
+        assert kernel.compiled

@@ -222,10 +222,12 @@ def test_the_config_of_a_prewarm_serves_nothing_and_writes_no_manifest() -> None
         startup_budget=9,
         evaluate_guards=False,
     )
-    config = prewarming_config(given)
-    assert config == GraphConfig(decode=PhaseConfig(compiler="inductor"), startup=Startup.LAZY)
-    guarded = GraphConfig(startup="tiered", prefill={"startup": "lazy"}, decode={"startup": "eager"})
-    assert prewarming_config(guarded) == GraphConfig()
+    made = GraphConfig(decode=PhaseConfig(compiler="inductor"), startup=Startup.LAZY, emulate_precision_casts=True)
+    assert prewarming_config(given) == made, "what a tiered server makes, which rounds as eager code does"
+    guarded = GraphConfig(startup="eager", prefill={"startup": "lazy"}, decode={"startup": "eager"})
+    assert prewarming_config(guarded) == GraphConfig(emulate_precision_casts=False)
+    said = GraphConfig(startup="tiered", emulate_precision_casts=False)
+    assert prewarming_config(said).emulate_precision_casts is False
 
 
 @pytest.mark.parametrize(
