@@ -25,14 +25,19 @@ from ..graphs.stitched import PiecewiseGraph
 from ..phases import GraphConfig, Phase, Startup
 from .entry_table import is_traced
 from .events import Recorder, logger
+from .import_turns import StepGate, imports_between_steps
+from .lock_turns import short_turns
 from .programs import ProgramFamily, record_remarks
 from .worker_protocol import ASSUMED_GPU_BYTES
 
 if TYPE_CHECKING:
+    from .kernels import KernelQueue
     from .model_factory import ModelFactory
     from .workers import WorkerPool
 
 
+PREPARE_AFTER_S = 10.0
+"""Imports begin when no kernel is being compiled, which steps wait for, or after so many seconds."""
 MAX_TRACES_LOST = 3
 """After so many the factory is not asked again."""
 
@@ -96,8 +101,13 @@ def start_workers(config: GraphConfig, device: torch.device | str) -> Workers | 
     workers = make_workers(config, device)
     if workers is not None and any(has_artifacts(config.phase(phase).compiler) for phase in _traced(config)):
         # Seconds of imports, the first time: beside what the caller does before it has a model to run.
-        threading.Thread(target=prepare_to_load, name="piecework-prepare", daemon=True).start()
+        threading.Thread(target=_prepare, name="piecework-prepare", daemon=True).start()
     return workers
+
+
+def _prepare() -> None:
+    with short_turns():
+        prepare_to_load()
 
 
 def make_workers(config: GraphConfig, device: torch.device | str) -> Workers | None:
@@ -145,6 +155,8 @@ class WorkerBuilder:
         workers: Workers | None,
         factory: ModelFactory | None,
         call_first: Callable[[Program, Signature, Recorder], None],
+        gate: StepGate,
+        kernels: KernelQueue,
     ) -> None:
         self._model = model
         self._contract = contract
@@ -152,6 +164,8 @@ class WorkerBuilder:
         self._workers = workers.pool if workers is not None else None
         self._factory = factory
         self._call_first = call_first
+        self._gate = gate
+        self._kernels = kernels
         self._num_lost = 0
         """Traces in which a worker was lost."""
         self._contents: weakref.WeakKeyDictionary[PiecewiseGraph, bytes] = weakref.WeakKeyDictionary()
@@ -184,7 +198,10 @@ class WorkerBuilder:
                 model=self._model,
                 backed=backed,
             )
-            content = self._workers.trace(self._factory, request).result()
+            job = self._workers.trace(self._factory, request)
+            self._kernels.wait_idle(PREPARE_AFTER_S)
+            self._prepare(family)
+            content = job.result()
             program = PortableProgram.from_bytes(content)
             graph = program.bind(self._model)
         except WorkerLostError as error:
@@ -211,6 +228,12 @@ class WorkerBuilder:
         record_remarks(program.remarks, recorder)
         return graph
 
+    def _prepare(self, family: ProgramFamily) -> None:
+        """Imports what binding and loading will need, while a worker is at work; once is enough."""
+        if has_artifacts(family.compiler):
+            with imports_between_steps(self._gate):
+                prepare_to_load()
+
     def precompile(self, family: ProgramFamily, graph: PiecewiseGraph, bucket: int | None, recorder: Recorder) -> None:
         """Lets workers compile the distinct pieces side by side, and loads what they made.
 
@@ -230,7 +253,7 @@ class WorkerBuilder:
             for fingerprint in missing
         }
         started = time.perf_counter()
-        prepare_to_load()  # meanwhile
+        self._prepare(family)
         kind = "general" if bucket is None else "specialized"
         detail = {} if bucket is None else {"bucket": bucket}
         with recorder.progress(

@@ -34,6 +34,7 @@ class KernelQueue:
         self._on_change = on_change
         self._foreseen = foreseen
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._known: set[Hashable] = set()
         self._num_pending = 0
         self._executor: ThreadPoolExecutor | None = ThreadPoolExecutor(_THREADS, "piecework-kernels")
@@ -47,6 +48,11 @@ class KernelQueue:
     def is_idle(self) -> bool:
         """Whether nothing is being compiled or waits for that."""
         return not self._num_pending
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Waits until nothing is being compiled or `close` was called, at most so long; whether that is so."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._num_pending or self._executor is None, timeout_s)
 
     def submit(self, key: Hashable, compile_it: Callable[[], None]) -> None:
         """Has a kernel compiled, if its key is new; returns at once."""
@@ -93,11 +99,13 @@ class KernelQueue:
             self._recorder.record("kernel", seconds=time.perf_counter() - started, **detail)
             with self._lock:
                 self._num_pending -= 1
+                self._changed.notify_all()
             self._on_change()
 
     def close(self) -> None:
         """Begins nothing more; what is being compiled ends by itself."""
         with self._lock:
             executor, self._executor = self._executor, None
+            self._changed.notify_all()
         if executor is not None:
             executor.shutdown(wait=False, cancel_futures=True)

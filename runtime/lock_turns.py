@@ -1,8 +1,9 @@
-"""How soon a step gets Python's interpreter lock back from a thread that works beside it.
+"""Python's interpreter lock, between steps and the threads that work beside them.
 
 Each operator of PyTorch gives the lock up for a moment, and a thread that runs Python takes it then. The step gets it
 back when the other thread has had it for the interpreter's switch interval: 5 ms unless somebody said otherwise. An
-eager forward of 1,800 operators would wait for seconds.
+eager forward of 1,800 operators would wait for seconds. `short_turns` makes that shorter. What consists of many small
+parts is better done between steps: see `piecework.runtime.import_turns`.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from .entry_table import EntryTable, is_captured, is_traced
 from .events import Counters, Event, Recorder, Scope
 from .explain import Explanation, explain
 from .forward import check_arguments, check_mapping, check_written
+from .import_turns import StepGate
 from .kernels import KernelQueue
 from .known_layout import LayoutReader
 from .portability import bind_programs, dump_programs, portable_programs
@@ -211,6 +212,8 @@ class Runtime:
             self._workers = make_workers(self.config, device)
         if self._workers is not None:
             self._workers.recorder.tell(self._recorder)
+        kernels = KernelQueue(self._recorder, on_change=promotions.look, foreseen=self._remembering.foreseen)
+        gate = StepGate()
         builder = WorkerBuilder(
             self.model,
             self._contract,
@@ -218,6 +221,8 @@ class Runtime:
             workers=self._workers,
             factory=factory,
             call_first=self._warm_up.call_first,
+            gate=gate,
+            kernels=kernels,
         )
         background = Background(
             self._table, builder, self._recorder, on_change=promotions.look, foreseen=self._remembering.foreseen
@@ -225,7 +230,6 @@ class Runtime:
         if self._captures is not None:
             self._captures.on_waiting = promotions.look
             self._table.on_replaced = self._captures.drop
-        kernels = KernelQueue(self._recorder, on_change=promotions.look, foreseen=self._remembering.foreseen)
         promotions.may_capture = lambda: kernels.is_idle
         if device.type == "cuda":
             kernels.import_early("piecework.ops.triton.paged_attention")
@@ -237,6 +241,7 @@ class Runtime:
             self._recorder,
             kernels,
             warm_up=self._warm_up,
+            gate=gate,
         )
 
     def run(self, phase: Phase | str, inputs: Mapping[str, Any], context: object = None, *, copy: bool = False) -> Any:
@@ -266,13 +271,15 @@ class Runtime:
             raise RuntimeClosedError("run: this Runtime was closed; make a new one")
         if self._tiering is None:
             return self._step(phase, inputs, context, copy)
-        kernels = self._tiering.kernels
+        kernels, gate = self._tiering.kernels, self._tiering.gate
+        gate.num_begun += 1
         try:
             with defer_compiles(kernels.submit):
                 if self._tiering.promotions.is_due:
                     self._tiering.before_step()
                 return self._step(phase, inputs, context, copy)
         finally:
+            gate.num_ended = gate.num_begun
             if kernels.holds:
                 kernels.begin()
 

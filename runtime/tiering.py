@@ -12,6 +12,7 @@ from .background import Background
 from .entries import Entry, EntryKey
 from .entry_table import EntryTable
 from .events import Recorder
+from .import_turns import StepGate
 from .kernels import KernelQueue
 from .promotion import Promotions
 
@@ -36,7 +37,9 @@ class Tiering:
         kernels: KernelQueue,
         *,
         warm_up: WarmUp,
+        gate: StepGate,
     ) -> None:
+        self.gate = gate
         self.kernels = kernels
         self.background = background
         self.promotions = promotions

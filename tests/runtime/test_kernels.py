@@ -187,6 +187,27 @@ def test_the_queue_compiles_each_once_and_survives_failures() -> None:
     assert queue.is_idle
 
 
+def test_who_waits_for_the_queue_ends_with_it() -> None:
+    queue = KernelQueue(Recorder(Counters()), on_change=lambda: None)
+    assert queue.wait_idle(LIMIT_S)
+    queue.submit("a", lambda: None)
+    assert not queue.wait_idle(0.01), "it is held"
+    ended: list[bool] = []
+    waiting = threading.Thread(target=lambda: ended.append(queue.wait_idle(LIMIT_S)))
+    waiting.start()
+    queue.begin()
+    waiting.join(LIMIT_S)
+    assert ended == [True]
+    other = KernelQueue(Recorder(Counters()), on_change=lambda: None)
+    other.submit("never", lambda: None)
+    waiting = threading.Thread(target=lambda: ended.append(other.wait_idle(LIMIT_S)))
+    waiting.start()
+    other.close()
+    waiting.join(LIMIT_S / 2)
+    assert ended == [True, True]
+    queue.close()
+
+
 def test_the_first_compile_is_alone_and_others_are_not() -> None:
     """The first does what a library does once; two threads would both do it."""
     queue = KernelQueue(Recorder(Counters()), on_change=lambda: None)

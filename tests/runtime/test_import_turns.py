@@ -1,0 +1,159 @@
+"""Imports beside steps: when no step is in its Python, and in the end in any case."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import piecework as pw
+from piecework.runtime import import_turns
+from piecework.runtime.import_turns import StepGate, imports_between_steps
+
+from .toy_captures import Affine, config_of, x_of
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
+    """Makes modules that can be imported."""
+    made: list[str] = []
+
+    def make(source: str) -> str:
+        name = f"piecework_made_{len(made)}"
+        made.append(name)
+        (tmp_path / f"{name}.py").write_text(source)
+        return name
+
+    monkeypatch.syspath_prepend(tmp_path)
+    yield make
+    for name in made:
+        sys.modules.pop(name, None)
+
+
+class Importing(threading.Thread):
+    """Imports modules one after the other beside steps; `imported` grows."""
+
+    def __init__(self, gate: StepGate, names: list[str]) -> None:
+        super().__init__(daemon=True)
+        self.gate, self.names = gate, names
+        self.imported: list[str] = []
+        self.start()
+
+    def run(self) -> None:
+        with imports_between_steps(self.gate):
+            for name in self.names:
+                __import__(name)
+                self.imported.append(name)
+
+
+def test_a_module_waits_for_the_step_that_runs(modules: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_turns, "PATIENCE_S", 60.0)
+    before = builtins.__import__
+    gate, names = StepGate(), [modules(""), modules("")]
+    gate.num_begun += 1
+    thread = Importing(gate, names)
+    threading.Event().wait(0.05)
+    assert thread.imported == []
+    other = modules("")
+    __import__(other)  # which this thread may
+    gate.num_ended += 1
+    thread.join(60)
+    assert thread.imported == names
+    assert builtins.__import__ is before
+
+
+def test_without_a_pause_imports_go_on(modules: Callable[[str], str]) -> None:
+    gate, names = StepGate(), [modules(""), modules("")]
+    gate.num_begun += 1
+    thread = Importing(gate, names)
+    while thread.is_alive():
+        gate.num_begun, gate.num_ended = gate.num_begun + 1, gate.num_begun  # the next one at once
+        threading.Event().wait(0.001)
+    assert thread.imported == names
+
+
+def test_a_step_that_waits_for_an_import_waits_once(
+    modules: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package of a hundred modules must not cost the step a hundred times the patience."""
+    waits: list[float] = []
+    monkeypatch.setattr(import_turns, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(import_turns, "_LOOK_S", 0.01)
+    sleep = time.sleep
+    monkeypatch.setattr(import_turns.time, "sleep", lambda s: (waits.append(s), sleep(s)))
+    parts = [modules("") for _ in range(20)]
+    package = modules("".join(f"import {part}\n" for part in parts))
+    gate = StepGate()
+    gate.num_begun += 1
+    thread = Importing(gate, [package])
+    thread.join(60)
+    assert thread.imported == [package]
+    assert sum(waits) < 0.3
+
+
+def test_a_runtime_says_when_a_step_runs() -> None:
+    seen: list[bool] = []
+
+    class Watching(Affine):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(runtime._tiering.gate.is_busy)  # type: ignore[union-attr]
+            if len(seen) > 1:
+                raise RuntimeError("no")
+            result: torch.Tensor = super().forward(x)
+            return result
+
+    config = config_of("disabled", "eager", startup="tiered", compile_workers=0)
+    with pw.Runtime(Watching(), config, dynamic_dims={"x": 0}) as runtime:
+        gate = runtime._tiering.gate  # type: ignore[union-attr]
+        runtime.run("decode", {"x": x_of(4, 0)})
+        assert not gate.is_busy
+        with pytest.raises(RuntimeError, match="no"):
+            runtime.run("decode", {"x": x_of(4, 0)})
+        assert (seen, gate.is_busy, gate.num_begun) == ([True, True], False, 2)
+
+
+def test_threads_come_and_go_in_any_order(modules: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_turns, "PATIENCE_S", 60.0)
+    before = builtins.__import__
+    first, second = StepGate(), StepGate()
+    first.num_begun = second.num_begun = 1
+    one, two = Importing(first, [modules("")]), Importing(second, [modules("")])
+    threading.Event().wait(0.02)
+    first.num_ended = 1
+    one.join(60)
+    assert (len(one.imported), two.imported) == (1, [])
+    assert builtins.__import__ is not before
+    second.num_ended = 1
+    two.join(60)
+    assert len(two.imported) == 1
+    assert builtins.__import__ is before
+
+
+def test_what_is_imported_already_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_turns, "PATIENCE_S", 60.0)
+    gate = StepGate()
+    gate.num_begun = 1
+    thread = Importing(gate, ["json", "piecework.runtime.import_turns"])
+    thread.join(30)
+    assert len(thread.imported) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "level", "full"),
+    [
+        ("a.b", "x.y", 0, "a.b"),
+        ("a", "x.y", 1, "x.y.a"),
+        ("", "x.y", 1, "x.y"),
+        ("a.b", "x.y.z", 2, "x.y.a.b"),
+        ("", "x.y.z", 3, "x"),
+        ("a", "", 0, "a"),
+    ],
+)
+def test_the_module_that_a_statement_names(name: str, package: str, level: int, full: str) -> None:
+    assert import_turns._full_name(name, {"__package__": package}, level) == full
