@@ -371,6 +371,27 @@ def test_eager_compiles_before_ready_lazy_inside_steps_and_tiered_in_neither(
     assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.slow
+def test_eager_captures_before_ready_lazy_inside_steps_and_tiered_between_them(
+    model: Path, temporary: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "startup.json"
+    words = ["--model", model, "--duration", 2, "--json", file, "--cuda-graph-tc-compiler", "aot_eager"]
+    words += ["--capture-device", "tape", "--cuda-graph-bs-prefill", 16, "--cuda-graph-bs-decode", 1, 4]
+    code, _, err = run(*words)
+    assert (code, "Traceback" in err) == (0, False), err
+    captures = {
+        result["policy"]: (result["captures"], result["in_step_captures"], result["in_boundary_captures"])
+        for result in json.loads(file.read_text())
+    }
+    num_captures, in_steps, at_boundaries = captures.pop("tiered")
+    assert captures == {"eager": (3, 0, 0), "lazy": (3, 3, 0)}
+    # The eager forward of a bucket of decode, then each program that took its place.
+    assert (in_steps, at_boundaries) == (0, num_captures)
+    assert num_captures >= 3 + 2
+    assert list(temporary.iterdir()) == []
+
+
 def test_a_warm_run_follows_a_cold_one_over_its_caches_and_no_others(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

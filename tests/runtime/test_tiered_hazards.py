@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import shutil
+import subprocess
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -287,3 +290,34 @@ def test_an_entry_that_a_step_opens_during_a_warm_up_is_replaced(make: Make, mon
     assert (entry.program.kind, entry.num_steps) == ("general", 4)
     slots = [slot for slot in runtime._captures._slots if slot.entry.bucket == 4]
     assert [slot.entry for slot in slots] == [entry]
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    """A directory on a file system that nothing can be written to, whoever asks."""
+    command = ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(tmp_path)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a read-only file system")
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_read_only_cache_costs_the_promotion_and_no_step(
+    make: Make, read_only: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(read_only))
+    runtime = make(Affine(), compiler="inductor")
+    with torch.inference_mode():
+        expected = runtime.model(x_of(4, 0))
+
+    def each(seed: int) -> None:
+        torch.testing.assert_close(run(runtime, 0), expected)
+
+    until_settled(runtime, each)
+    (entry,) = runtime.entries
+    assert entry.program.kind == "eager"
+    assert "Read-only file system" in entry.given_up
+    assert runtime.counters["captures"] == 1
+    assert runtime.counters["promotions"] == 0
+    assert "not promoted: a better program could not be made" in runtime.counters["fallbacks"]
+    assert runtime.counters["replays"] > 0
