@@ -5,7 +5,8 @@
 Each part runs in a process of its own, with a time limit of its own, the next one also if it fails. Exits with 1 if a
 part failed, or no test ran. Where a command may take ten minutes, these go together (seconds at most):
 
-    --only tests,memcheck,dispatch                      240 + 150 + 110
+    --only tests,memcheck                               360 + 150
+    --only dispatch,whole                               110 + 420
     --only decode                                       540
     --only prefill,attention,capture                    200 + 130 + 200
     --only exec_update,trace                            60 + 120
@@ -72,7 +73,7 @@ def tests(out: Path, logs: Path) -> str:
         "--timeout=80",
         str(ROOT / "tests" / "gpu"),
     ]
-    status = run([sys.executable, *command], log, timeout_s=240)
+    status = run([sys.executable, *command], log, timeout_s=360)
     text = log.read_text()
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|errors?|skipped)", text[-300:])}
     if status != 0:
@@ -147,6 +148,7 @@ PARTS: dict[str, Callable[[Path, Path], str]] = {
     "memcheck": memcheck,
     "dispatch": benchmark("bench_dispatch", "--device", "cuda", "--max-seconds", "80", timeout_s=110),
     "decode": benchmark("bench_decode", "--device", "cuda", "--max-seconds", "420", timeout_s=540),
+    "whole": benchmark("bench_whole", "--device", "cuda", "--max-seconds", "385", timeout_s=420),
     "prefill": benchmark("bench_prefill", "--device", "cuda", "--max-seconds", "150", timeout_s=200),
     "attention": benchmark("bench_attention", "--max-seconds", "100", timeout_s=130),
     "capture": benchmark("bench_capture", "--device", "cuda", "--max-seconds", "130", timeout_s=200),

@@ -86,7 +86,8 @@ def delayed(steps: Sequence[Json], events: Sequence[Json]) -> list[Json]:
     kernels_at_s = max((event["at_s"] for event in events if event["kind"] == "kernel"), default=0.0)
 
     def kind(step: Json) -> tuple[Any, ...]:
-        return step["phase"], step["bucket"], step["state"], step["at_s"] - step["seconds"] < kernels_at_s
+        is_without = step["state"] == "eager" and step["at_s"] - step["seconds"] < kernels_at_s
+        return step["phase"], step["bucket"], step["state"], is_without
 
     kinds: dict[tuple[Any, ...], list[float]] = {}
     for step in steps:
@@ -94,6 +95,8 @@ def delayed(steps: Sequence[Json], events: Sequence[Json]) -> list[Json]:
     found = []
     for step in steps:
         like = kinds[kind(step)]
+        if len(like) < 3:  # too few: as the other one
+            like = [*like, *kinds.get((*kind(step)[:-1], not kind(step)[-1]), [])]
         during = [event for event in events if _waited(event, step)]
         waited_s = sum(event["seconds"] for event in during)
         late_s = step["seconds"] - statistics.median(like) if len(like) >= 3 else waited_s

@@ -41,6 +41,8 @@ class CompilerOptions:
 
     emulate_precision_casts: bool = False
     """Inductor rounds to a tensor's dtype wherever eager code does, also inside a fused kernel."""
+    mode: str | None = None
+    """Inductor has the settings of this mode of `torch.compile`, but for those of CUDA graphs: captures are made here."""
 
 
 DEFAULT_OPTIONS = CompilerOptions()
@@ -64,12 +66,13 @@ def compile_piece(
         graph_module: placeholders with `example_value` of `fake_mode`; returns a tuple.
 
     Raises:
-        CompileError: the compiler failed; its own error is the cause.
+        CompileError: the compiler failed; its own error is the cause. Or torch knows no such mode.
     """
+    settings = _settings(options, compiler)
     example_inputs = [node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder")]
     with COMPILE_LOCK, torch.inference_mode(), tracing(TracingContext(fake_mode)):
         try:
-            with _applied(options, compiler):
+            with inductor_set(settings):
                 compiled = _COMPILERS[compiler](copy.deepcopy(graph_module), example_inputs)
         except Exception as error:
             raise CompileError(
@@ -146,7 +149,12 @@ def _inductor(graph_module: GraphModule, example_inputs: Sequence[Any]) -> Compi
     from torch._inductor import standalone_compile
 
     _fill_in_values(graph_module)
-    with _inductor_settings(), _autograd_cache_unless_shared(example_inputs), _sizes_hinted(example_inputs):
+    with (
+        _inductor_settings(),
+        _autograd_cache_unless_shared(example_inputs),
+        _sizes_hinted(example_inputs),
+        _writes_in_order(),
+    ):
         artifact = standalone_compile(graph_module, list(example_inputs), dynamic_shapes="from_tracing_context")
     compiled: CompiledCallable = artifact
     return compiled
@@ -160,6 +168,65 @@ def _fill_in_values(graph_module: GraphModule) -> None:
     fake_mode = TracingContext.get().fake_mode
     assert fake_mode is not None
     propagate(graph_module, fake_mode)
+
+
+@contextlib.contextmanager
+def _writes_in_order() -> Iterator[None]:
+    """Inside, Inductor reads what an operator of ours writes before or after it, as the graph says.
+
+    Two mistakes of Inductor, for which there is no setting; nobody else compiles meanwhile. What reads a buffer and is
+    not computed yet is put behind the operator that writes it (seen with torch 2.11 to 2.14); and a loop that reads
+    what the operator wrote is put before it, into a loop of another shape (on a CPU, with torch 2.11 and 2.13).
+    """
+    import torch._inductor.config as inductor_config
+    from torch._inductor.ir import FallbackKernel
+    from torch._inductor.scheduler import SchedulerNode
+
+    kernels: Any = FallbackKernel
+    loops: Any = SchedulerNode
+    create, reshape = kernels.__dict__["create"], loops.recompute_size_and_body
+
+    def create_after_readers(cls: Any, kernel: Any, *arguments: Any, **named: Any) -> Any:
+        _compute_readers(kernel, arguments, named)
+        return create.__func__(cls, kernel, *arguments, **named)
+
+    # Nothing reads it here, but it is in the keys of Inductor's caches: code that was made without is another entry.
+    mark = {"aot_inductor.metadata": {**inductor_config.aot_inductor.metadata, "piecework": "writes in order"}}
+    kernels.create, loops.recompute_size_and_body = classmethod(create_after_readers), _with_order(reshape)
+    try:
+        with inductor_config.patch(mark):
+            yield
+    finally:
+        kernels.create, loops.recompute_size_and_body = create, reshape
+
+
+def _compute_readers(kernel: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
+    """Makes buffers of what reads those that a call of an operator will write."""
+    from torch._inductor.virtualized import V
+
+    if not isinstance(kernel, torch._ops.OpOverload):
+        return
+    for i, argument in enumerate(kernel._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = named.get(argument.name, arguments[i] if i < len(arguments) else None)
+        for written in value if isinstance(value, (list, tuple)) else (value,):
+            if written is not None:
+                written.realize()
+                V.graph.mark_buffer_mutated(written.get_name())
+
+
+def _with_order(reshape: Callable[..., None]) -> Callable[..., None]:
+    """`SchedulerNode.recompute_size_and_body`, after which the loop still depends on what it depended on."""
+    from torch._inductor.dependencies import StarDep, WeakDep
+    from torch.utils._ordered_set import OrderedSet
+
+    def reshape_in_order(node: Any, *arguments: Any, **named: Any) -> None:
+        order = OrderedSet(each for each in node.read_writes.reads if isinstance(each, (WeakDep, StarDep)))
+        reshape(node, *arguments, **named)
+        node.set_read_writes(node.read_writes.with_read(order).rename(node.mutation_renames))
+
+    return reshape_in_order
 
 
 @contextlib.contextmanager
@@ -195,16 +262,23 @@ def _inductor_settings() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _applied(options: CompilerOptions, compiler: Compiler) -> Iterator[None]:
-    """What an option does not ask for is as the environment says."""
-    if compiler is not Compiler.INDUCTOR or not options.emulate_precision_casts:
-        yield
-        return
-    import torch._inductor.config as inductor_config
+def _settings(options: CompilerOptions, compiler: Compiler) -> dict[str, Any]:
+    """Settings of Inductor that the options ask for; the others are as the environment says. Raises: CompileError."""
+    if compiler is not Compiler.INDUCTOR:
+        return {}
+    settings: dict[str, Any] = {}
+    if options.mode is not None:
+        from torch._inductor import list_mode_options
 
-    with inductor_config.patch(emulate_precision_casts=True):
-        yield
+        modes = list_mode_options()
+        if options.mode not in modes:
+            raise CompileError(
+                f"compiler {compiler}: expected a mode of torch.compile, one of {', '.join(modes)}, got {options.mode!r}"
+            )
+        settings |= {name: value for name, value in modes[options.mode].items() if "cudagraph" not in name}
+    if options.emulate_precision_casts:
+        settings["emulate_precision_casts"] = True
+    return settings
 
 
 def inductor_changes() -> tuple[dict[str, Any], list[str]]:
@@ -231,6 +305,8 @@ def inductor_changes() -> tuple[dict[str, Any], list[str]]:
 
 def inductor_set(changes: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
     """Inside, Inductor has these settings."""
+    if not changes:
+        return contextlib.nullcontext()
     import torch._inductor.config as config
 
     patched: contextlib.AbstractContextManager[Any] = config.patch(dict(changes))
@@ -424,7 +500,7 @@ def start_compiling(compiler: Compiler) -> None:
         return
     from torch._inductor.async_compile import AsyncCompile
 
-    with _inductor_settings():
+    with COMPILE_LOCK, _inductor_settings():  # before torch 2.12 settings are the process's
         AsyncCompile.warm_pool()
         AsyncCompile.wakeup()
 

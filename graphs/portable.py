@@ -231,6 +231,7 @@ class PortableProgram:
             rows={path: dict(map(tuple, rows)) for path, rows in data["rows"].items()},
             reduced=data["reduced"],
             written_inputs=tuple(data["written_inputs"]),
+            inputs=self.signature,
         )
 
     def _build(self, piece: Piece) -> BuiltPiece:

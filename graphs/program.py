@@ -1,6 +1,7 @@
 """A callable for the whole forward: compiled pieces with the split ops between them, bound to the model.
 
-`general` has the pieces compiled for any size, `specialized` those of one bucket.
+`general` has the pieces compiled for any size, `specialized` those of one bucket; `whole` has everything, split ops
+included, in one piece for one bucket.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .trace import BindingRef, OutputRef, SizeRef
 if TYPE_CHECKING:
     from .stitched import PiecewiseGraph
 
-ProgramKind = Literal["eager", "general", "specialized"]
+ProgramKind = Literal["eager", "general", "specialized", "whole"]
 
 TensorsByName = Mapping[str, torch.Tensor]
 SizesByName = Mapping[str, int]

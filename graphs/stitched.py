@@ -17,7 +17,7 @@ from .bindings import FrozenTensor, InputBinding, ModelTensor, PlaceholderBindin
 from .blank import blank_outputs
 from .compilers import DEFAULT_OPTIONS, CompiledCallable, CompilerOptions
 from .data_sizes import DataSize, find_data_size
-from .inputs import TOKENS, InputContract
+from .inputs import TOKENS, InputContract, Layout, Signature
 from .memory import memory_of
 from .mutation import mutated_arguments
 from .outputs import Rows
@@ -49,6 +49,9 @@ class PiecewiseGraph:
         reduced: Mapping[str, str] | None = None,
         written_inputs: tuple[str, ...],
         writes_frozen: bool = False,
+        inputs: Signature,
+        whole_bucket: int | None = None,
+        pieces_write_model: bool | None = None,
     ) -> None:
         self.traced = facts
         self.split = split_graph
@@ -64,6 +67,10 @@ class PiecewiseGraph:
         self.written_inputs = written_inputs
         self.writes_frozen = writes_frozen
         """Whether the model writes into a tensor that it does not hold."""
+        self.inputs = inputs
+        """The layouts of the tensors that it takes; of others too, and of constants, where a signature was at hand."""
+        self.whole_bucket = whole_bucket
+        """Of a whole forward, the one number of tokens that it is for; see `whole_graph`."""
         self.trace_s = 0.0
         """Seconds that its trace took; 0 for a graph that another process traced."""
         self.num_compiles = 0
@@ -74,6 +81,8 @@ class PiecewiseGraph:
         self._built: dict[str, BuiltPiece] = {}
         self._blank_outputs: dict[str, frozenset[int]] = {}
         self._output_memories: dict[str, tuple[Memories, ...]] = {}
+        if pieces_write_model is not None:  # known: in a whole forward, split ops are in the piece
+            self.pieces_write_model = pieces_write_model
 
     @classmethod
     def from_trace(cls, traced: Traced, contract: InputContract, *, ambient: Sequence[str] = ()) -> PiecewiseGraph:
@@ -110,6 +119,7 @@ class PiecewiseGraph:
             reduced=reduced,
             written_inputs=tuple(b.name for b in written if isinstance(b, InputBinding)),
             writes_frozen=any(isinstance(b, FrozenTensor) for b in written),
+            inputs=_inputs_of(traced, contract),
         )
 
     @property
@@ -211,6 +221,26 @@ class PiecewiseGraph:
         """
         return self._compile("specialized", bucket, compiler, compiled, recorder, options)
 
+    def compile_whole(
+        self,
+        bucket: int,
+        compiled: CompiledPieces,
+        recorder: Recorder,
+        options: CompilerOptions = DEFAULT_OPTIONS,
+    ) -> Program:
+        """Compiles the whole forward for exactly `bucket` tokens by Inductor, if `compiled` lacks it, split ops included.
+
+        Args:
+            options: their mode too is recorded.
+
+        Raises:
+            CompileError: the compiler failed on it, or there is no whole forward for `bucket`; see `whole_graph`.
+        """
+        from .whole import whole_graph  # which makes graphs of this class
+
+        whole = whole_graph(self, bucket)
+        return whole._compile("whole", bucket, Compiler.INDUCTOR, compiled, recorder, options)
+
     def _compile(
         self,
         kind: ProgramKind,
@@ -222,14 +252,13 @@ class PiecewiseGraph:
     ) -> Program:
         calls: dict[str, CompiledCallable] = {}
         intervals = self.traced.intervals
-        title = "compiling the general program" if bucket is None else f"compiling bucket {bucket}"
-        detail = {} if bucket is None else {"bucket": bucket}
+        title, detail = _announced(kind, bucket, options)
         special: dict[Any, BuiltPiece] = {}
         with recorder.progress(title, total=self.num_distinct) as advance:
             for piece in self.split.pieces:
                 dims, built = self.dim_names[piece.name], None
                 key = (self.fingerprints[piece.name], compiler)
-                if bucket is not None:
+                if bucket is not None and kind == "specialized":
                     # Equal pieces over the same dims are equal once a size is filled in.
                     use = (*key, *dims.items())
                     if use not in special:
@@ -254,6 +283,31 @@ class PiecewiseGraph:
         if bucket is not None:
             intervals = {**intervals, TOKENS: audit.Interval(bucket, bucket)}
         return Program(self, calls, kind=kind, intervals=intervals)
+
+
+def _announced(kind: ProgramKind, bucket: int | None, options: CompilerOptions) -> tuple[str, dict[str, Any]]:
+    """What a compile is called where its progress is shown, and what is recorded of it."""
+    if bucket is None:
+        return "compiling the general program", {}
+    if kind == "whole":
+        return f"compiling the whole forward for {bucket} tokens", {"bucket": bucket, "mode": options.mode or "default"}
+    return f"compiling bucket {bucket}", {"bucket": bucket}
+
+
+def _inputs_of(traced: Traced, contract: InputContract) -> Signature:
+    """The layouts of the inputs that a trace takes; `InputContract` makes those with dynamic dims contiguous."""
+    layouts: list[Layout] = []
+    strides: list[tuple[str, tuple[int, ...]]] = []
+    placeholders = traced.graph_module.graph.find_nodes(op="placeholder")
+    for node, binding in zip(placeholders, traced.bindings.placeholders, strict=True):
+        if isinstance(binding, InputBinding):
+            value = node.meta["example_value"]
+            dims = contract.dynamic_dims.get(binding.name, {})
+            sizes = tuple(dims[i] if i in dims else int(size) for i, size in enumerate(value.shape))
+            layouts.append((binding.name, value.dtype, value.device, sizes))
+            if not dims:
+                strides.append((binding.name, tuple(value.stride())))
+    return Signature(tuple(layouts), (), tuple(strides))
 
 
 def _written_placeholders(graph_module: GraphModule) -> list[int]:

@@ -17,7 +17,16 @@ from ..errors import ConfigError
 from .choices import Backend, CaptureDevice, Compiler, Phase, Startup, not_one_of
 from .fused import check_fused_ops
 from .ladder import BucketLadder, check_size, check_sizes
-from .values import check_count, check_flag, check_num_bytes, check_path, check_seconds, check_share
+from .values import (
+    DEFAULT_MODE,
+    check_count,
+    check_flag,
+    check_mode,
+    check_num_bytes,
+    check_path,
+    check_seconds,
+    check_share,
+)
 
 
 def _doc(
@@ -214,15 +223,27 @@ class GraphConfig:
     )
     cache_dir: str | None = field(
         default=None,
-        metadata=_doc("the directory of compiled artifacts; if unset, nothing is kept", metavar="DIR"),
+        metadata=_doc(
+            "the directory of Inductor's and Triton's caches, so that a restart reuses what was compiled and tried "
+            "out; if unset, theirs are where torch and Triton put them",
+            metavar="DIR",
+        ),
     )
     enable_torch_compile: bool = field(
         default=False,
-        metadata=_doc("compile the whole forward for buckets up to torch_compile_max_bs"),
+        metadata=_doc("backend full: compile the whole forward, for each bucket up to torch_compile_max_bs"),
     )
-    torch_compile_max_bs: int = field(
-        default=32,
-        metadata=_doc("the largest bucket that whole-forward compile serves", metavar="N", numeric=True),
+    torch_compile_max_bs: int | None = field(
+        default=None,
+        metadata=_doc(
+            "the largest bucket that whole-forward compile serves; if unset, 32 or the last bucket below it",
+            metavar="N",
+            numeric=True,
+        ),
+    )
+    torch_compile_mode: str = field(
+        default=DEFAULT_MODE,
+        metadata=_doc("the mode of torch.compile for it: default, or max-autotune-no-cudagraphs", metavar="MODE"),
     )
     fused_ops: tuple[str, ...] = field(
         default=(),
@@ -273,7 +294,8 @@ class GraphConfig:
             capture_device: CaptureDevice | str = ...,
             cache_dir: str | os.PathLike[str] | None = ...,
             enable_torch_compile: bool = ...,
-            torch_compile_max_bs: int = ...,
+            torch_compile_max_bs: int | None = ...,
+            torch_compile_mode: str = ...,
             fused_ops: Sequence[str] = ...,
             evaluate_guards: bool = ...,
             cuda_graph_memory_budget: int | str | None = ...,
@@ -287,7 +309,9 @@ class GraphConfig:
         _set(self, "startup", Startup.parse(self.startup, "startup"))
         _set(self, "capture_device", CaptureDevice.parse(self.capture_device, "capture_device"))
         _set(self, "cache_dir", check_path(self.cache_dir, "cache_dir", "a directory"))
-        check_size(self.torch_compile_max_bs, "torch_compile_max_bs")
+        if self.torch_compile_max_bs is not None:
+            check_size(self.torch_compile_max_bs, "torch_compile_max_bs")
+        _set(self, "torch_compile_mode", check_mode(self.torch_compile_mode, "torch_compile_mode"))
         _set(self, "fused_ops", check_fused_ops(self.fused_ops, "fused_ops"))
         budget_ms = check_seconds(self.promotion_budget_ms, "promotion_budget_ms", unit="milliseconds")
         _set(self, "promotion_budget_ms", budget_ms)

@@ -41,6 +41,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "--cache-dir": ("cache_dir",),
     "--enable-torch-compile": ("enable_torch_compile",),
     "--torch-compile-max-bs": ("torch_compile_max_bs",),
+    "--torch-compile-mode": ("torch_compile_mode",),
     "--fused-ops": ("fused_ops",),
     "--evaluate-guards": ("evaluate_guards",),
     "--cuda-graph-memory-budget": ("cuda_graph_memory_budget",),

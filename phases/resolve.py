@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, fields, replace
 
-from ..errors import NotAvailableError
+from ..errors import ConfigError, NotAvailableError
 from .choices import Backend, CaptureDevice, Choice, Compiler, Phase, in_words
 from .config import GraphConfig, PhaseConfig
 from .ladder import BucketLadder
+from .values import DEFAULT_MODE
 
 ANY = "<any>"
 _NOT_AVAILABLE = "is not available in this build"
@@ -16,12 +17,10 @@ _STAND_IN = "the tape stands in for a GPU: it checks what a capture would do, an
 
 # What a config can say but this build cannot do: pairs of a field and a value, ANY for whatever is not the default.
 # The only place that knows: whoever builds a feature deletes its lines.
-NOT_BUILT: frozenset[tuple[str, object]] = frozenset(
-    {
-        ("cache_dir", ANY),
-        ("enable_torch_compile", True),
-    }
-)
+NOT_BUILT: frozenset[tuple[str, object]] = frozenset()
+
+DEFAULT_MAX_BS = 32
+"""What bounds whole-forward compile where `torch_compile_max_bs` is unset."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,8 +31,10 @@ class Resolved:
     """No field is "auto", `emulate_precision_casts` is not unset. Resolved again for the same device it is the same."""
     ladders: Mapping[Phase, BucketLadder]
     """The ladder of each phase."""
+    whole: Mapping[Phase, int]
+    """The largest bucket that is compiled whole; a phase that has none is not in it."""
     reasons: tuple[str, ...]
-    """A line for each "auto": the field, its value, and why others were passed over."""
+    """A line for each "auto": the field, its value, and why others were passed over; and for what has no effect."""
 
 
 def resolve(
@@ -47,9 +48,11 @@ def resolve(
 
     When both backends are `disabled` nothing captures: a capture device is then idle, and not checked.
 
-    Raises: NotAvailableError if the config asks for what this build or this device cannot do.
+    Raises: NotAvailableError if the config asks for what this build or this device cannot do; ConfigError if it asks
+        for a whole-forward compile that no bucket would get.
     """
     _check_built(config, not_built)
+    asked = config
     on_cuda = device_type == "cuda" and cuda_available
     place = "cuda, which is not available" if device_type == "cuda" and not cuda_available else device_type
     capture = config.capture_device
@@ -74,15 +77,18 @@ def resolve(
             passed = f" ({preferred}: {no_capture})" if no_capture is not None else ""
             reasons.append(f"{phase}.backend: auto -> {backend}{passed}")
             config = config.with_phase(phase, backend=backend)
+    ladders = {phase: config.phase(phase).ladder(phase) for phase in Phase}
+    whole = _compiled_whole(config, ladders, asked, no_capture)
+    if whole and config.torch_compile_max_bs is None:
+        shown = " and ".join(f"{bucket} in {phase}" for phase, bucket in whole.items())
+        reasons.append(f"torch_compile_max_bs: unset -> {shown}")
+        config = replace(config, torch_compile_max_bs=max(whole.values()))
+    reasons += _without_effect(config, ladders, whole)
     casts = config.emulates_precision_casts
-    if casts and config.emulate_precision_casts is None and _uses_inductor(config):
+    if casts and config.emulate_precision_casts is None and (_uses_inductor(config) or whole):
         reasons.append("emulate_precision_casts: unset -> true (under tiered, programs take the place of eager code)")
     config = replace(config, capture_device=capture, emulate_precision_casts=casts)
-    return Resolved(
-        config=config,
-        ladders={phase: config.phase(phase).ladder(phase) for phase in Phase},
-        reasons=tuple(reasons),
-    )
+    return Resolved(config=config, ladders=ladders, whole=whole, reasons=tuple(reasons))
 
 
 def preferred_backend(phase: Phase, compiler: Compiler) -> Backend:
@@ -90,6 +96,88 @@ def preferred_backend(phase: Phase, compiler: Compiler) -> Backend:
     if phase is Phase.DECODE:
         return Backend.FULL
     return Backend.BREAKABLE if compiler is Compiler.EAGER else Backend.TC_PIECEWISE
+
+
+def _compiled_whole(
+    config: GraphConfig, ladders: Mapping[Phase, BucketLadder], asked: GraphConfig, no_capture: str | None
+) -> dict[Phase, int]:
+    """`Resolved.whole`. A bound is a bucket of one phase at least; the others take the last bucket below it.
+
+    Args:
+        asked: the config before its backends were resolved.
+        no_capture: why "auto" has chosen no backend that captures.
+    """
+    if not config.enable_torch_compile:
+        return {}
+    full = {phase: ladders[phase] for phase in Phase if config.phase(phase).backend is Backend.FULL}
+    if not full:
+        raise _no_whole_forward(config, asked, no_capture)
+    most = DEFAULT_MAX_BS
+    if config.torch_compile_max_bs is not None:
+        most = _check_bound(config.torch_compile_max_bs, full)
+    below = {phase: [bucket for bucket in ladder if bucket <= most] for phase, ladder in full.items()}
+    whole = {phase: buckets[-1] for phase, buckets in below.items() if buckets}
+    if not whole:
+        raise ConfigError(
+            f"torch_compile_max_bs: expected {_a_bucket_of(full)}, got unset, which stands for one of at most "
+            f"{DEFAULT_MAX_BS}; name one of these"
+        )
+    return whole
+
+
+def _check_bound(bound: int, full: Mapping[Phase, BucketLadder]) -> int:
+    """Raises: ConfigError unless `bound` is a bucket of one of these phases."""
+    phase = max(full, key=lambda each: full[each].max)
+    if bound > full[phase].max:
+        raise ConfigError(
+            f"torch_compile_max_bs: expected at most {full[phase].max}, the last bucket of {phase}, got {bound}; "
+            f"lower it, or add {bound} to {phase}.buckets"
+        )
+    if not any(bound in ladder for ladder in full.values()):
+        phase = Phase.DECODE if Phase.DECODE in full else phase
+        raise ConfigError(
+            f"torch_compile_max_bs: expected {_a_bucket_of(full)}, got {bound}; name one of these, or list {bound} in "
+            f"{phase}.buckets"
+        )
+    return bound
+
+
+def _a_bucket_of(full: Mapping[Phase, BucketLadder]) -> str:
+    ladders = (f"{phase}: {', '.join(map(str, ladder))}" for phase, ladder in full.items())
+    return f"a bucket of a phase with backend full ({'; '.join(ladders)})"
+
+
+def _no_whole_forward(config: GraphConfig, asked: GraphConfig, no_capture: str | None) -> ConfigError:
+    """The error for a whole-forward compile that no phase has a forward for."""
+    got = " and ".join(f"{phase}.backend {config.phase(phase).backend}" for phase in Phase)
+    was_auto = no_capture is not None and asked.decode.backend is Backend.AUTO
+    why = f" (auto -> disabled: {no_capture})" if was_auto else ""
+    do = "set capture_device to tape" if was_auto else "set decode.backend to full"
+    return ConfigError(
+        f"enable_torch_compile: expected a phase with backend full, which captures a whole forward, got {got}{why}; "
+        f"{do}, or leave enable_torch_compile out"
+    )
+
+
+def _without_effect(
+    config: GraphConfig, ladders: Mapping[Phase, BucketLadder], whole: Mapping[Phase, int]
+) -> Iterator[str]:
+    """A line for each option that whole-forward compile, or its absence, takes the effect from."""
+    if not config.enable_torch_compile:
+        for name, is_default in (
+            ("torch_compile_max_bs", config.torch_compile_max_bs is None),
+            ("torch_compile_mode", config.torch_compile_mode == DEFAULT_MODE),
+        ):
+            if not is_default:
+                yield f"{name}: {getattr(config, name)} has no effect without enable_torch_compile"
+    for phase, last in whole.items():
+        specialize = config.phase(phase).specialize
+        both = [b for b in (ladders[phase] if specialize == "all" else specialize) if b <= last]
+        if both and config.phase(phase).compiler is not Compiler.EAGER:
+            yield (
+                f"{phase}.specialize: the whole forward of {', '.join(map(str, both))} is compiled too, and takes the "
+                "place of the specialized program where it is faster"
+            )
 
 
 def _uses_inductor(config: GraphConfig) -> bool:

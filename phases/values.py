@@ -8,12 +8,18 @@ from fractions import Fraction
 from reprlib import repr as short_repr
 
 from ..errors import ConfigError
+from .choices import not_one_of
 
 _UNIT_BYTES = {"b": 1} | {
     f"{prefix}{rest}": base**power
     for rest, base in (("b", 1000), ("ib", 1024), ("i", 1024))
     for power, prefix in enumerate("kmgt", start=1)
 }
+DEFAULT_MODE = "max-autotune-no-cudagraphs"
+MODES = ("default", DEFAULT_MODE)
+"""The modes of torch.compile that a whole forward can be compiled in."""
+_MODE_WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": DEFAULT_MODE}
+"""Modes that make CUDA graphs -> what they are without."""
 _SIZE = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([a-zA-Z]*)")
 
 
@@ -82,6 +88,18 @@ def check_path(value: object, where: str, what: str) -> str | None:
     if not isinstance(path, str) or not path:
         raise ConfigError(f"{where}: expected the path of {what}, got {short_repr(value)}; name one or leave it out")
     return path
+
+
+def check_mode(value: object, where: str) -> str:
+    """Raises: ConfigError unless `value` is one of MODES."""
+    if not isinstance(value, str) or value not in (*MODES, *_MODE_WITHOUT_GRAPHS):
+        raise not_one_of(where, value, MODES)
+    if value in _MODE_WITHOUT_GRAPHS:
+        raise ConfigError(
+            f"{where}: expected one of {', '.join(MODES)}, got {value!r}, which makes CUDA graphs of its own, as the "
+            f"capture does here; use {_MODE_WITHOUT_GRAPHS[value]!r}"
+        )
+    return str(value)
 
 
 def check_flag(value: object, where: str) -> bool:

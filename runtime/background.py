@@ -165,20 +165,19 @@ class Background:
             entry = self._table.entries.get(wish.key)
             # An entry's own wish goes with it; one for other sizes does not depend on what the entry has.
             is_over = entry is None or (name == wish.key and entry.is_at_best)
-            if is_over or name in self._refused or entry is None or _next_kind(entry, wish) is None:
+            if is_over or name in self._refused or entry is None or _next_kind(self._table, entry, wish) is None:
                 del self._wishes[name]
 
     def _value(self, wish: _Wish) -> float:
         entry = self._table.entries.get(wish.key)
-        kind = _next_kind(entry, wish) if entry is not None else None
+        kind = _next_kind(self._table, entry, wish) if entry is not None else None
         return 0.0 if entry is None or kind is None else (entry.num_steps + 1) * GAIN[kind]
 
     def _fulfil(self, wish: _Wish) -> None:
         """Makes the next better program of the wish's entry, if it has not been made for another one."""
         entry = self._table.entries.get(wish.key)
-        if entry is None or entry.source is None:
+        if entry is None or (family := entry.source or entry.whole_source) is None:
             return
-        family = entry.source
         recorder = self._recorder.within(Scope(phase=entry.phase, bucket=entry.bucket))
         with self._table.lock, autocast_of(family.signature.ambient):
             if self._closed:
@@ -189,11 +188,14 @@ class Background:
                     "not promoted: torch has other settings than in the step", inputs=str(family.signature)
                 )
                 return
+            if _next_kind(self._table, entry, wish) == "whole":
+                self._table.make_whole(entry, recorder, self._builder)
+                return
             choice = family.choose(wish.size, wish.sizes, recorder, self._builder)
             if choice.program is None:
                 if wish.size == _size(entry):
                     entry.given_up = choice.fallback
-            elif _next_kind(entry, wish) == "specialized":
+            elif _next_kind(self._table, entry, wish) == "specialized":
                 family.specialized(choice.size, choice.program, recorder, self._builder)
 
     def _give_up(self, name: Hashable, wish: _Wish, error: BaseException) -> None:
@@ -206,8 +208,9 @@ class Background:
             delay = BACKOFF_S * 2 ** (wish.attempts - 1)
             wish.not_before = time.monotonic() + delay
             recorder.fallback(f"{reason}: tried again later", because=str(error), seconds=delay)
-            if (entry := self._table.entries.get(wish.key)) is not None and entry.source is not None:
-                entry.source.forget_failures()
+            if (entry := self._table.entries.get(wish.key)) is not None:
+                for family in filter(None, (entry.source, entry.whole_source)):
+                    family.forget_failures()
             return
         text = str(error) if isinstance(error, PieceworkError) else f"{type(error).__name__}: {error}"
         self._refused.add(name)
@@ -242,17 +245,20 @@ def _passing(error: BaseException) -> str | None:
     return None
 
 
-def _next_kind(entry: Entry, wish: _Wish) -> str | None:
+def _next_kind(table: EntryTable, entry: Entry, wish: _Wish) -> str | None:
     """The kind of program that is to be made next for a wish; None: there is nothing to make."""
-    family = entry.source
-    if family is None:
-        return None
-    choice = family.known(wish.size, wish.sizes)
-    if choice is None:
-        return "general"
-    if choice.program is None or entry.target != "specialized" or wish.size != _size(entry):
-        return None
-    return "specialized" if family.known_specialized(choice.size, choice.program) is None else None
+    family, is_own = entry.source, wish.size == _size(entry)
+    if family is not None:
+        choice = family.known(wish.size, wish.sizes)
+        if choice is None:
+            return "general"
+        if choice.program is None:
+            return None
+        if is_own and "specialized" in entry.kinds and family.known_specialized(choice.size, choice.program) is None:
+            return "specialized"
+    if is_own and entry.whole_source is not None and table.whole.known(entry) is None:
+        return "whole"
+    return None
 
 
 def _size(entry: Entry) -> int:

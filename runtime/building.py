@@ -14,7 +14,7 @@ import torch
 
 from ..errors import ArtifactError, CompileError, PieceworkError, PortableError, WorkerLostError
 from ..graphs.artifact import has_artifacts, load_piece
-from ..graphs.compilers import inductor_changes, prepare_to_load
+from ..graphs.compilers import CompilerOptions, inductor_changes, prepare_to_load, start_compiling
 from ..graphs.inputs import InputContract, Signature
 from ..graphs.outputs import OutputContract
 from ..graphs.piece import BuiltPiece
@@ -22,12 +22,14 @@ from ..graphs.portable import PortableProgram
 from ..graphs.program import Program
 from ..graphs.recorder import NullRecorder
 from ..graphs.stitched import PiecewiseGraph
-from ..phases import GraphConfig, Phase, Startup
+from ..phases import Compiler, GraphConfig, Phase, Startup
+from .cache_root import use_cache_dir
 from .entry_table import is_traced
 from .events import Recorder, logger
 from .import_turns import StepGate, imports_between_steps
 from .lock_turns import short_turns
 from .programs import ProgramFamily, record_remarks
+from .whole_forward import is_whole_asked
 from .worker_protocol import ASSUMED_GPU_BYTES
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
 PREPARE_AFTER_S = 10.0
 """Imports begin when no kernel is being compiled, which steps wait for, or after so many seconds."""
+_LOOK_S = 0.1
 MAX_TRACES_LOST = 3
 """After so many the factory is not asked again."""
 
@@ -99,7 +102,9 @@ def start_workers(config: GraphConfig, device: torch.device | str) -> Workers | 
         of the caller's.
     """
     workers = make_workers(config, device)
-    if workers is not None and any(has_artifacts(config.phase(phase).compiler) for phase in _traced(config)):
+    if workers is not None and any(
+        has_artifacts(config.phase(phase).compiler) or is_whole_asked(config, phase) for phase in _built(config)
+    ):
         # Seconds of imports, the first time: beside what the caller does before it has a model to run.
         threading.Thread(target=_prepare, name="piecework-prepare", daemon=True).start()
     return workers
@@ -112,8 +117,10 @@ def _prepare() -> None:
 
 def make_workers(config: GraphConfig, device: torch.device | str) -> Workers | None:
     """As `start_workers`, for a runtime that serves at once: nothing goes on in this process."""
-    if not _traced(config) or not config.compile_workers:
+    if not _built(config) or not config.compile_workers:
         return None
+    if config.cache_dir is not None:
+        use_cache_dir(config.cache_dir)  # they inherit where it is
     changes, others = inductor_changes()
     if others:
         logger.warning(
@@ -139,8 +146,10 @@ def make_workers(config: GraphConfig, device: torch.device | str) -> Workers | N
     )
 
 
-def _traced(config: GraphConfig) -> list[Phase]:
-    return [phase for phase in Phase if config.startup_of(phase) is Startup.TIERED and is_traced(config.phase(phase))]
+def _built(config: GraphConfig) -> list[Phase]:
+    """The phases for which programs are made beside the steps."""
+    tiered = [phase for phase in Phase if config.startup_of(phase) is Startup.TIERED]
+    return [phase for phase in tiered if is_traced(config.phase(phase)) or is_whole_asked(config, phase)]
 
 
 class WorkerBuilder:
@@ -166,6 +175,7 @@ class WorkerBuilder:
         self._call_first = call_first
         self._gate = gate
         self._kernels = kernels
+        self._is_prepared = False
         self._num_lost = 0
         """Traces in which a worker was lost."""
         self._contents: weakref.WeakKeyDictionary[PiecewiseGraph, bytes] = weakref.WeakKeyDictionary()
@@ -176,6 +186,7 @@ class WorkerBuilder:
     ) -> PiecewiseGraph | None:
         """Lets a worker build the model and trace it. Raises: WorkerLostError."""
         if self._workers is None:
+            start_compiling(family.compiler)  # here, beside the trace
             return None
         if self._num_lost >= MAX_TRACES_LOST:
             return None
@@ -199,8 +210,11 @@ class WorkerBuilder:
                 backed=backed,
             )
             job = self._workers.trace(self._factory, request)
-            self._kernels.wait_idle(PREPARE_AFTER_S)
-            self._prepare(family)
+            if has_artifacts(family.compiler) and not self._is_prepared:
+                until = time.monotonic() + PREPARE_AFTER_S
+                while not job.done() and time.monotonic() < until and not self._kernels.wait_idle(_LOOK_S):
+                    pass
+                self._prepare()
             content = job.result()
             program = PortableProgram.from_bytes(content)
             graph = program.bind(self._model)
@@ -228,11 +242,13 @@ class WorkerBuilder:
         record_remarks(program.remarks, recorder)
         return graph
 
-    def _prepare(self, family: ProgramFamily) -> None:
+    def _prepare(self) -> None:
         """Imports what binding and loading will need, while a worker is at work; once is enough."""
-        if has_artifacts(family.compiler):
-            with imports_between_steps(self._gate):
-                prepare_to_load()
+        if self._is_prepared:
+            return
+        self._is_prepared = True
+        with imports_between_steps(self._gate):
+            prepare_to_load()
 
     def precompile(self, family: ProgramFamily, graph: PiecewiseGraph, bucket: int | None, recorder: Recorder) -> None:
         """Lets workers compile the distinct pieces side by side, and loads what they made.
@@ -253,7 +269,7 @@ class WorkerBuilder:
             for fingerprint in missing
         }
         started = time.perf_counter()
-        self._prepare(family)
+        self._prepare()
         kind = "general" if bucket is None else "specialized"
         detail = {} if bucket is None else {"bucket": bucket}
         with recorder.progress(
@@ -284,6 +300,42 @@ class WorkerBuilder:
                 recorder.record("load", seconds=compiled.seconds, fingerprint=built.fingerprint)
                 done()
         graph.compile_s += time.perf_counter() - started  # side by side: not the sum of them
+
+    def precompile_whole(
+        self, family: ProgramFamily, graph: PiecewiseGraph, bucket: int, options: CompilerOptions, recorder: Recorder
+    ) -> None:
+        """Lets a worker compile the one piece of a whole graph. Raises: WorkerLostError."""
+        if self._workers is None:
+            return
+        built = graph.built(graph.split.pieces[0])
+        key = (built.fingerprint, Compiler.INDUCTOR)
+        if key in family.compiled or (content := self._content(family, graph, recorder)) is None:
+            return
+        started = time.perf_counter()
+        with recorder.progress(f"compiling the whole forward for {bucket} tokens in a worker"):
+            job = self._workers.compile(
+                content, built.fingerprint, compiler=Compiler.INDUCTOR, bucket=None, mode=options.mode
+            )
+            self._prepare()
+            try:
+                compiled = load_piece(job.result(), built, Compiler.INDUCTOR, options=options)
+            except (ArtifactError, CompileError) as error:
+                recorder.fallback(
+                    "the whole forward is compiled in a thread: a worker left nothing to load", because=str(error)
+                )
+                return
+        family.compiled[key] = compiled
+        seconds = time.perf_counter() - started
+        recorder.record(
+            "compile_whole",
+            seconds=seconds,
+            where="worker",
+            fingerprint=built.fingerprint,
+            compiler=str(Compiler.INDUCTOR),
+            bucket=bucket,
+            mode=options.mode,
+        )
+        recorder.record("load", seconds=compiled.seconds, fingerprint=built.fingerprint)
 
     def call_first(self, family: ProgramFamily, program: Program, recorder: Recorder) -> None:
         """Calls it once on padding."""

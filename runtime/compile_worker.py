@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import importlib
 import json
@@ -240,6 +241,7 @@ class _Worker:
         from ..phases import Compiler
 
         compiler = Compiler.parse(message["compiler"], "compiler")
+        options = dataclasses.replace(self._options, mode=message["mode"])
         try:
             program = _program(content)
             with ambient_settings(program.signature.ambient):
@@ -248,12 +250,12 @@ class _Worker:
                     piece = piece.specialized(message["bucket"])
                 check_saveable(piece, compiler)
                 with inductor_set(self._start["inductor"]), benchmarks_capped():
-                    compiled = piece.compile(compiler, self._options)
+                    compiled = piece.compile(compiler, options)
         except PortableError as error:
             notes = f"; it could not import {', '.join(missing)}" if missing else ""
             raise NoArtifactError(f"worker: it cannot build the piece: {error}{notes}") from error
         directory = Path(self._start["directory"])
-        return save_piece(compiled, piece, directory, compiler=compiler, options=self._options).path.name
+        return save_piece(compiled, piece, directory, compiler=compiler, options=options).path.name
 
 
 @functools.lru_cache(maxsize=1)

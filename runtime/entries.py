@@ -37,18 +37,35 @@ class Entry:
     was_watched: bool = False
     """Whether a padded run of it was looked at for that."""
     source: ProgramFamily | None = None
-    """Where a better program will come from; None: this is the best there will be."""
-    target: ProgramKind = "eager"
-    """The kind of the best program that the config allows, where there is a source."""
+    """Where a better general or specialised program will come from, if the config allows one."""
+    whole_source: ProgramFamily | None = None
+    """Where a whole program will come from."""
+    kinds: tuple[ProgramKind, ...] = ()
+    """The kinds of programs that are still to come or have come, in that order; the last one is the best."""
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """The sizes by name at its first step: what a better program is traced and chosen with."""
+    why_not_whole: str | None = None
+    """Why its bucket, which was to get a whole program, has none."""
     given_up: str | None = None
     """Why no better program will come, although the config allows one."""
 
     @property
+    def target(self) -> ProgramKind:
+        """The kind of the best program that it will have, as far as it is known."""
+        return self.kinds[-1] if self.kinds else self.program.kind
+
+    @property
     def is_at_best(self) -> bool:
         """Whether its program will not be replaced by a better one."""
-        return self.source is None or self.program.kind == self.target or self.given_up is not None
+        return self.program.kind == self.target or self.given_up is not None
+
+    def forgo_whole(self, why: str) -> None:
+        """Takes back that a whole program is to come."""
+        self.kinds = tuple(kind for kind in self.kinds if kind != "whole")
+        self.whole_source = None
+        self.why_not_whole = why
+        if not self.kinds:  # it was to be the first program that was compiled
+            self.why = f"{self.program.kind}: {why}"
 
 
 EntryKey = tuple[Phase, Signature, int | None]

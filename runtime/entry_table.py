@@ -23,8 +23,9 @@ from .entries import Entry, EntryKey
 from .events import Recorder, Scope
 from .forward import ForwardParameters, training_modules
 from .portability import BoundProgram
-from .programs import AnyProgram, Choice, EagerProgram, ProgramFamily
+from .programs import AnyProgram, Builder, Choice, EagerProgram, ProgramFamily
 from .startup import StartupPolicy
+from .whole_forward import WholeForward
 
 MAX_SIGNATURES = 8
 """Sets of inputs that a runtime traces for; a call with yet another one runs eagerly."""
@@ -39,6 +40,10 @@ def is_traced(config: PhaseConfig) -> bool:
 def is_captured(config: PhaseConfig) -> bool:
     """Whether a phase's steps are to be captured."""
     return config.backend is not Backend.DISABLED
+
+
+KINDS: tuple[ProgramKind, ...] = ("eager", "general", "specialized", "whole")
+"""In the order in which an entry gets them."""
 
 
 class EntryTable:
@@ -88,6 +93,7 @@ class EntryTable:
         self._witness = witness
         self._bindings = bindings
         self._recorder = recorder
+        self.whole = WholeForward(resolved.whole)
 
     def clear(self, timeout_s: float = 60.0) -> None:
         """Drops every entry and program; waits at most so long for one that is being built: that is dropped too."""
@@ -96,6 +102,7 @@ class EntryTable:
             self.entries.clear()
             self.families.clear()
             self.compiled.clear()
+            self.whole.clear()
         finally:
             if is_mine:
                 self.lock.release()
@@ -183,17 +190,21 @@ class EntryTable:
         in_pieces = config.backend is Backend.TC_PIECEWISE
         entry.captures = bucket is not None and is_captured(config) and (phase is Phase.DECODE or not in_pieces)
         entry.size = bucket if entry.captures else None
-        if not is_traced(config):
-            return entry
-        entry.source = self._family(bound.signature, config.compiler, recorder)
-        if entry.source is None:
-            entry.why = _TOO_MANY
-            return entry
-        entry.target = "specialized" if self._is_specialized(entry) else "general"
-        entry.why = "eager until its program is compiled"
+        if is_traced(config):
+            entry.source = self._family(bound.signature, config.compiler, recorder)
+            if entry.source is None:
+                entry.why = _TOO_MANY
+                return entry
+            entry.kinds = ("general", "specialized") if self._is_specialized(entry) else ("general",)
+        if self.whole.is_wanted(phase, bucket):
+            entry.whole_source = self._family(bound.signature, Compiler.INDUCTOR, recorder)
+            if entry.whole_source is not None:
+                entry.kinds = (*entry.kinds, "whole")
+        if entry.kinds:
+            entry.why = "eager until its program is compiled"
         return entry
 
-    def better(self, entry: Entry, *, most: ProgramKind = "specialized") -> Entry | None:
+    def better(self, entry: Entry, *, most: ProgramKind = "whole") -> Entry | None:
         """The entry that can take its place now; None: nothing better is there. Compiles nothing.
 
         Where it turns out that nothing better will come, the entry says so from then on.
@@ -201,6 +212,8 @@ class EntryTable:
         Args:
             most: the best kind of program that is wanted.
         """
+        if most == "whole" and (whole := self._better_whole(entry)) is not None:
+            return whole
         family, bucket = entry.source, entry.bucket
         if family is None or entry.is_at_best or most == "eager":
             return None
@@ -212,18 +225,54 @@ class EntryTable:
             entry.given_up = choice.fallback
             return None
         special = None
-        if entry.target == most == "specialized":
+        if "specialized" in entry.kinds and most != "general":
             special = family.known_specialized(choice.size, choice.program)
-        if special is None and entry.program.kind != "eager":
+        program = special or choice.program
+        if KINDS.index(program.kind) <= KINDS.index(entry.program.kind):
             return None
         return dataclasses.replace(
             entry,
             family=family,
-            program=special or choice.program,
+            program=program,
             size=choice.size if bucket is not None else None,
             captures=bucket is not None and is_captured(self._config.phase(entry.phase)),
             why=self._why(entry, choice, special is not None),
             fallback=choice.fallback,
+            written_inputs=set(),
+            was_watched=False,
+        )
+
+    def make_whole(self, entry: Entry, recorder: Recorder, builder: Builder) -> None:
+        """Makes the whole program of an entry's bucket, and measures it against what the entry will have by then.
+
+        The caller holds `lock`. Raises: WorkerLostError.
+        """
+        assert entry.whole_source is not None
+        ordinary = entry.program
+        if entry.source is not None:
+            choice = entry.source.known(entry.bucket or 0, entry.sizes)
+            if choice is not None and choice.program is not None:
+                special = entry.source.known_specialized(choice.size, choice.program)
+                ordinary = special if special is not None and "specialized" in entry.kinds else choice.program
+        self.whole.judge(entry, entry.whole_source, ordinary, recorder, builder)
+
+    def _better_whole(self, entry: Entry) -> Entry | None:
+        """The entry with its whole program, if that is there and to be taken; else it may have to do without."""
+        if entry.whole_source is None or (verdict := self.whole.known(entry)) is None:
+            return None
+        if verdict.program is None:
+            entry.forgo_whole(verdict.why)
+            return None
+        if entry.is_at_best:
+            return None
+        return dataclasses.replace(
+            entry,
+            family=entry.whole_source,
+            program=verdict.program,
+            size=entry.bucket,
+            captures=True,
+            why=verdict.why,
+            fallback=None,
             written_inputs=set(),
             was_watched=False,
         )
@@ -272,20 +321,41 @@ class EntryTable:
     def _make_entry(self, phase: Phase, bound: BoundInputs, bucket: int | None, recorder: Recorder) -> Entry:
         config = self._config.phase(phase)
         entry = self._eager_entry(phase, bound, bucket, recorder)
+        self._take_ordinary(entry, config, bound, recorder)
+        if self.whole.is_wanted(phase, bucket):
+            self._take_whole(entry, recorder)
+        return entry
+
+    def _take_whole(self, entry: Entry, recorder: Recorder) -> None:
+        """Gives an entry the whole program of its bucket, made now, if that is better."""
+        family = self._family(entry.signature, Compiler.INDUCTOR, recorder)
+        if family is None:
+            entry.why_not_whole = _TOO_MANY
+            return
+        verdict = self.whole.judge(entry, family, entry.program, recorder)
+        if verdict.program is None:
+            entry.why_not_whole = verdict.why
+            return
+        entry.family, entry.program, entry.size = family, verdict.program, entry.bucket
+        entry.captures, entry.why, entry.fallback = True, verdict.why, None
+
+    def _take_ordinary(self, entry: Entry, config: PhaseConfig, bound: BoundInputs, recorder: Recorder) -> None:
+        """Gives an entry the best program that is not of the whole forward, made now."""
+        bucket = entry.bucket
         if not is_traced(config):
             if bucket is not None and is_captured(config):
                 entry.captures, entry.size = True, bucket
-            return entry
+            return
         family = self._family(bound.signature, config.compiler, recorder)
         if family is None:
             entry.why = _TOO_MANY
-            return entry
+            return
         size = bucket if bucket is not None else bound.num_tokens
         choice = family.choose(size, bound.sizes, recorder)
         entry.family = family
         if choice.program is None:
             entry.why = choice.fallback or entry.why
-            return entry
+            return
         entry.program, entry.size = choice.program, choice.size if bucket is not None else None
         entry.captures = bucket is not None and is_captured(config)
         entry.fallback = choice.fallback
@@ -298,7 +368,6 @@ class EntryTable:
                 # The general program is right for this bucket too; the entry is not built again.
                 entry.why = f"specialising failed, general instead: {error}"
                 recorder.fallback("specialising failed: general", error=str(error))
-        return entry
 
     def _eager(self, bound: BoundInputs) -> EagerProgram:
         return EagerProgram(self._model, bound.signature.constants, self._fused[Compiler.EAGER], self._bindings)
@@ -331,6 +400,7 @@ class EntryTable:
             self._witness,
             ready,
             CompilerOptions(emulate_precision_casts=self._config.emulates_precision_casts),
+            self._config.torch_compile_mode,
         )
         self.families[signature, compiler] = family
         return family

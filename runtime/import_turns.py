@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -16,6 +17,8 @@ from typing import Any
 
 PATIENCE_S = 0.025
 """How long a module waits for the step that runs: in a server without a pause the imports go on nevertheless."""
+TOTAL_PATIENCE_S = 3.0
+"""How long all modules of a round wait together: other threads may need what is being imported."""
 _LOOK_S = 0.001
 
 
@@ -37,17 +40,20 @@ class _Waiter:
 
     def __init__(self, gate: StepGate) -> None:
         self._gate = gate
+        self._left_s = TOTAL_PATIENCE_S
         self._waited_for = -1
         """The step that went on for as long as a module waits."""
 
     def wait(self) -> None:
         """Returns when no step is in its Python, or after a while."""
-        gate, until = self._gate, time.monotonic() + PATIENCE_S
+        gate, began = self._gate, time.monotonic()
+        until = began + min(PATIENCE_S, self._left_s)
         while gate.is_busy and gate.num_begun != self._waited_for:
             if time.monotonic() >= until:
                 self._waited_for = gate.num_begun  # it may be waiting for the very import
-                return
+                break
             time.sleep(_LOOK_S)
+        self._left_s = max(0.0, self._left_s - (time.monotonic() - began))
 
 
 _lock = threading.Lock()
@@ -55,6 +61,8 @@ _waiters: dict[int, _Waiter] = {}
 """By thread."""
 _theirs: Any = None
 """What `import` called before the first of the threads began."""
+_ours: Any = None
+"""What it calls since. Another one each time: one that somebody has kept goes on calling what was there before it."""
 
 
 @contextlib.contextmanager
@@ -64,34 +72,43 @@ def imports_between_steps(gate: StepGate) -> Iterator[None]:
     A module waits for `PATIENCE_S` at most, and once for a step that goes on. Other threads import as always. There is
     no other hook that is called without a lock: `builtins.__import__` is another one meanwhile.
     """
-    global _theirs
+    global _theirs, _ours
     me = threading.get_ident()
     with _lock:
         if not _waiters:
             _theirs = builtins.__import__
-            builtins.__import__ = _import
+            _ours = builtins.__import__ = _importing(_theirs)
+        before = _waiters.get(me)
         _waiters[me] = _Waiter(gate)
     try:
         yield
     finally:
         with _lock:
-            del _waiters[me]
+            if before is None:
+                del _waiters[me]
+            else:
+                _waiters[me] = before
             # Where somebody has put another one in front of ours, that one goes on calling it.
-            if not _waiters and builtins.__import__ is _import:
+            if not _waiters and builtins.__import__ is _ours:
                 builtins.__import__ = _theirs
 
 
-def _import(
-    name: str,
-    globals: Mapping[str, object] | None = None,
-    locals: Mapping[str, object] | None = None,
-    fromlist: Sequence[str] | None = (),
-    level: int = 0,
-) -> Any:
-    waiter = _waiters.get(threading.get_ident())
-    if waiter is not None and _full_name(name, globals, level) not in sys.modules:
-        waiter.wait()
-    return _theirs(name, globals, locals, fromlist, level)
+def _importing(theirs: Any) -> Any:
+    """`import` in front of another one."""
+
+    def import_(
+        name: str,
+        globals: Mapping[str, object] | None = None,
+        locals: Mapping[str, object] | None = None,
+        fromlist: Sequence[str] | None = (),
+        level: int = 0,
+    ) -> Any:
+        waiter = _waiters.get(threading.get_ident())
+        if waiter is not None and _full_name(name, globals, level) not in sys.modules:
+            waiter.wait()
+        return theirs(name, globals, locals, fromlist, level)
+
+    return import_
 
 
 def _full_name(name: str, globals: Mapping[str, object] | None, level: int) -> str:
@@ -101,3 +118,16 @@ def _full_name(name: str, globals: Mapping[str, object] | None, level: int) -> s
     package = str((globals or {}).get("__package__") or "")
     parent = package.rsplit(".", level - 1)[0]
     return f"{parent}.{name}" if name else parent
+
+
+def _forget() -> None:
+    """In the child of a fork, which has none of these threads."""
+    global _lock
+    _lock = threading.Lock()
+    _waiters.clear()
+    if _ours is not None and builtins.__import__ is _ours:
+        builtins.__import__ = _theirs
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

@@ -28,7 +28,7 @@ _MAX_LOGGED = 200
 _INDUCTOR = "GraphLowering.compile_to_fn"
 """Torch's own timer around what Inductor does for a graph that none of its caches has."""
 _AUTOTUNE = ("CachingAutotuner.benchmark_all_configs", "CachingAutotuner.coordinate_descent_tuning")
-_PROGRAMS = {"compile_general": "general", "compile_specialized": "specialized"}
+_PROGRAMS = {"compile_general": "general", "compile_specialized": "specialized", "compile_whole": "whole"}
 
 
 class JitWatch:

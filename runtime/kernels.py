@@ -17,7 +17,7 @@ _THREADS = 2
 
 
 class KernelQueue:
-    """Compiles each kernel once, in the order in which steps asked. Thread-safe; nothing here waits or raises.
+    """Compiles each kernel once, in the order in which steps asked. Thread-safe; steps wait for nothing here.
 
     It begins when the first step has ended, whose caller waits for nothing else.
     """
@@ -47,12 +47,12 @@ class KernelQueue:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is being compiled or waits for that."""
-        return not self._num_pending
+        return not self._num_pending or self._executor is None
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Waits until nothing is being compiled or `close` was called, at most so long; whether that is so."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._num_pending or self._executor is None, timeout_s)
+            return self._changed.wait_for(lambda: self.is_idle, timeout_s)
 
     def submit(self, key: Hashable, compile_it: Callable[[], None]) -> None:
         """Has a kernel compiled, if its key is new; returns at once."""
@@ -68,12 +68,18 @@ class KernelQueue:
             else:
                 self._executor.submit(self._compile, compile_it)
 
+    def begin_held(self) -> None:
+        """Compiles what was submitted, and from now on whatever is; nothing changes where nothing was."""
+        if self._held:
+            self.begin()
+
     def begin(self) -> None:
         """Compiles what was submitted, and from now on whatever is."""
         with self._lock:
             held, self._held, self.holds = self._held, [], False
-            for compile_it in held if self._executor is not None else ():
-                self._executor.submit(self._compile, compile_it)
+            if self._executor is not None:
+                for compile_it in held:
+                    self._executor.submit(self._compile, compile_it)
 
     def import_early(self, module: str) -> None:
         """Imports a module that steps will need, which takes long the first time; does not wait for `begin`."""
@@ -106,6 +112,7 @@ class KernelQueue:
         """Begins nothing more; what is being compiled ends by itself."""
         with self._lock:
             executor, self._executor = self._executor, None
+            self._held.clear()
             self._changed.notify_all()
         if executor is not None:
             executor.shutdown(wait=False, cancel_futures=True)

@@ -9,6 +9,7 @@ parts is better done between steps: see `piecework.runtime.import_turns`.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -43,3 +44,16 @@ def short_turns() -> Iterator[None]:
             _num_threads -= 1
             if not _num_threads and sys.getswitchinterval() == _ours != _theirs:
                 sys.setswitchinterval(_theirs + 5e-7)  # it is cut to whole microseconds
+
+
+def _forget() -> None:
+    """In the child of a fork, which has none of these threads."""
+    global _lock, _num_threads
+    _lock = threading.Lock()
+    if _num_threads and sys.getswitchinterval() == _ours != _theirs:
+        sys.setswitchinterval(_theirs + 5e-7)
+    _num_threads = 0
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

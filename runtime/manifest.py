@@ -42,7 +42,7 @@ class BucketRecord:
 
     steps: int = 0
     compiled: tuple[str, ...] = ()
-    """Kinds of programs that there were for it: `general`, `specialized`; sorted."""
+    """Kinds of programs that there were for it: `general`, `specialized`, `whole`; sorted."""
     captured: bool = False
     program: str = "eager"
     """The kind that ran last."""

@@ -20,7 +20,7 @@ MAX_TEXT = 400
 """Characters of a name or a signature."""
 OTHER = "other"
 """In place of a size: steps whose size nobody kept."""
-PROGRAMS = ("eager", "general", "specialized")
+PROGRAMS = ("eager", "general", "specialized", "whole")
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:

@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from ..phases import Phase
 from .events import Counters, Event, Recorder
 from .manifest import AnotherModelError, BucketRecord, JitKey, Manifest, PhaseRecord
-from .manifest_format import MAX_TEXT
+from .manifest_format import MAX_TEXT, PROGRAMS
 
 WRITE_EVERY_S = 60.0
 LOCK_TIMEOUT_S = 5.0
@@ -93,9 +93,8 @@ def manifest_of(view: RuntimeView, model: str, missed: MissedSizes | None = None
 def _bucket_record(share: Mapping[str, float], kinds: Sequence[str]) -> BucketRecord:
     """`kinds`: of the programs of its entries, one for each set of inputs."""
     compiled = {kind for kind in kinds if kind != "eager"}
-    if share.get("compiles_specialized"):
-        compiled.add("specialized")
-    best = max(kinds, key=("eager", "general", "specialized").index, default="eager")
+    compiled |= {kind for kind in ("specialized", "whole") if share.get(f"compiles_{kind}")}
+    best = max(kinds, key=PROGRAMS.index, default="eager")
     return BucketRecord(
         steps=int(share.get("steps", 0)),
         compiled=tuple(sorted(compiled)),

@@ -25,6 +25,7 @@ from ..graphs.remarks import Remark, remarks_on
 from ..graphs.rows import check_token_rows
 from ..graphs.stitched import PiecewiseGraph
 from ..graphs.trace import OutputRef, trace
+from ..graphs.whole import whole_graph
 from ..ops import registry
 from ..ops.fused import tracing_with, use_choice
 from ..ops.fused_choice import Choice as FusedChoice
@@ -145,6 +146,11 @@ class Builder(Protocol):
     def precompile(self, family: ProgramFamily, graph: PiecewiseGraph, bucket: int | None, recorder: Recorder) -> None:
         """Puts what was compiled elsewhere into `family.compiled`; what is then missing is compiled here."""
 
+    def precompile_whole(
+        self, family: ProgramFamily, graph: PiecewiseGraph, bucket: int, options: CompilerOptions, recorder: Recorder
+    ) -> None:
+        """The same for the one piece of a whole graph."""
+
     def call_first(self, family: ProgramFamily, program: Program, recorder: Recorder) -> None:
         """Makes a new program's first call, before a step can find it."""
 
@@ -155,9 +161,15 @@ class _Here:
     def trace(
         self, family: ProgramFamily, sizes: Mapping[str, int], recorder: Recorder, *, backed: bool
     ) -> PiecewiseGraph | None:
+        start_compiling(family.compiler)  # beside the trace
         return None
 
     def precompile(self, family: ProgramFamily, graph: PiecewiseGraph, bucket: int | None, recorder: Recorder) -> None:
+        pass
+
+    def precompile_whole(
+        self, family: ProgramFamily, graph: PiecewiseGraph, bucket: int, options: CompilerOptions, recorder: Recorder
+    ) -> None:
         pass
 
     def call_first(self, family: ProgramFamily, program: Program, recorder: Recorder) -> None:
@@ -182,6 +194,7 @@ class ProgramFamily:
         witness: MutationWitness | None,
         ready: Sequence[PiecewiseGraph] = (),
         options: CompilerOptions = DEFAULT_OPTIONS,
+        whole_mode: str | None = None,
     ) -> None:
         self.signature = signature
         self.compiler = compiler
@@ -196,6 +209,10 @@ class ProgramFamily:
         """What was compiled so far, of all families of the runtime."""
         self._witness = witness
         self._options = options
+        self._whole_options = dataclasses.replace(options, mode=whole_mode)
+        self._whole: dict[int, Program] = {}
+        self._uncompiled: list[PiecewiseGraph] = []
+        """Traces of which only whole programs were made so far."""
         self._ready = [*ready]
         """Graphs that need no trace, of which no program has been made yet."""
         self._specialized: dict[tuple[int, Program], Program] = {}
@@ -289,12 +306,42 @@ class ProgramFamily:
             self._specialized[key] = self._prepare(program)
         return self._specialized[key]
 
+    def known_whole(self, bucket: int) -> Program | None:
+        """What `whole` returns when nothing has to be made for it, else None. Needs no lock."""
+        return self._whole.get(bucket)
+
+    def whole(self, bucket: int, sizes: Mapping[str, int], recorder: Recorder, builder: Builder = HERE) -> Program:
+        """The program of the whole forward for exactly `bucket` tokens, compiled now if there is none.
+
+        Raises: TraceError; CompileError; InputError: see `choose`.
+        """
+        if bucket not in self._whole:
+            graph = whole_graph(self._graph_at({**sizes, TOKENS: bucket}, recorder, builder), bucket)
+            builder.precompile_whole(self, graph, bucket, self._whole_options, recorder)
+            program = graph.compile_whole(bucket, self.compiled, recorder, self._whole_options)
+            builder.call_first(self, program, recorder)
+            self._whole[bucket] = self._prepare(program)
+        return self._whole[bucket]
+
+    def _graph_at(self, sizes: Mapping[str, int], recorder: Recorder, builder: Builder) -> PiecewiseGraph:
+        """The trace that holds at these sizes, made now if there is none; nothing is compiled."""
+        found = [program.graph for program in self.general if program.holds_at(sizes)]
+        found += [*self._ready_for(sizes), *(graph for graph in self._uncompiled if _holds(graph, sizes))]
+        if found:
+            check_token_rows(found[0].reduced, self._outputs)
+            return found[0]
+        key = frozenset(sizes.items())
+        self._raise_known_failure(key)
+        try:
+            graph = self._traced(sizes, recorder, builder, backed=False)
+        except (TraceError, InputError) as error:
+            self._failures[key] = error
+            raise
+        self._uncompiled.append(graph)
+        return graph
+
     def _ready_for(self, sizes: Mapping[str, int]) -> list[PiecewiseGraph]:
-        return [
-            graph
-            for graph in self._ready
-            if all(sizes[name] in interval for name, interval in graph.traced.intervals.items())
-        ]
+        return [graph for graph in self._ready if _holds(graph, sizes)]
 
     def _take_ready(self, sizes: Mapping[str, int], recorder: Recorder, builder: Builder) -> None:
         """Compiles the graphs that came from another process and hold at these sizes. Raises: CompileError."""
@@ -312,12 +359,7 @@ class ProgramFamily:
     def _trace(
         self, sizes: Mapping[str, int], recorder: Recorder, builder: Builder, *, backed: bool = False
     ) -> Program:
-        graph = builder.trace(self, sizes, recorder, backed=backed)
-        if graph is None:
-            graph = self._trace_graph(sizes, recorder, backed)
-        else:
-            check_token_rows(graph.reduced, self._outputs)
-            self._count(graph, recorder)
+        graph = self._traced(sizes, recorder, builder, backed=backed)
         try:
             builder.precompile(self, graph, None, recorder)
             return self._prepare(graph.compile_general(self.compiler, self.compiled, recorder, self._options))
@@ -330,9 +372,23 @@ class ProgramFamily:
             )
             return self._trace(sizes, recorder, builder, backed=True)
 
+    def _traced(
+        self, sizes: Mapping[str, int], recorder: Recorder, builder: Builder, *, backed: bool
+    ) -> PiecewiseGraph:
+        """A trace that holds at these sizes, of which no general program has been made."""
+        for graph in () if backed else self._uncompiled:
+            if _holds(graph, sizes):
+                self._uncompiled = [other for other in self._uncompiled if other is not graph]
+                return graph
+        elsewhere = builder.trace(self, sizes, recorder, backed=backed)
+        if elsewhere is None:
+            return self._trace_graph(sizes, recorder, backed)
+        check_token_rows(elsewhere.reduced, self._outputs)
+        self._count(elsewhere, recorder)
+        return elsewhere
+
     def _trace_graph(self, sizes: Mapping[str, int], recorder: Recorder, backed: bool) -> PiecewiseGraph:
         registry.load_entry_points()
-        start_compiling(self.compiler)  # beside the trace
         started = time.perf_counter()
         guarded = self._witness is not None
         with recorder.progress("tracing the model"), COMPILE_LOCK, tracing_with(self.fused):
@@ -365,6 +421,10 @@ class ProgramFamily:
         if self._witness is not None:
             program.watched(self._witness.watch)
         return program
+
+
+def _holds(graph: PiecewiseGraph, sizes: Mapping[str, int]) -> bool:
+    return all(sizes[name] in interval for name, interval in graph.traced.intervals.items())
 
 
 def record_remarks(remarks: Sequence[Remark], recorder: Recorder) -> None:

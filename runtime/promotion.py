@@ -15,10 +15,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..graphs.program import ProgramKind
 from ..phases import GraphConfig
 from .entries import Entry, EntryKey
-from .entry_table import EntryTable
+from .entry_table import KINDS, EntryTable
 from .events import Recorder, Scope
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from .capture_slot import Slot
     from .captures import Captures
 
-GAIN = {"capture": 8.0, "general": 1.2, "specialized": 0.1}
+GAIN = {"capture": 8.0, "general": 1.2, "specialized": 0.1, "whole": 0.1}
 """What each is worth, in milliseconds a step: about what a Llama-3-8B on an H200 gains (see the README's tables)."""
 CAPTURE_ESTIMATE_S = 0.03
 """What a capture takes until one was made."""
@@ -142,7 +141,7 @@ class Promotions:
         return found
 
     def _swap_work(self, entry: Entry, better: Entry) -> _Work:
-        skips = entry.program.kind == "eager" and better.program.kind == "specialized"
+        skips = entry.program.kind == "eager" and better.program.kind != "general"
         value = (entry.num_steps + 1) * (GAIN[better.program.kind] + (GAIN["general"] if skips else 0.0))
         return _Work(value, SWAP_ESTIMATE_S, _Swap(self, entry, better))
 
@@ -204,27 +203,22 @@ class Promotions:
         levels = []
         for entry in pending:
             better = self._table.better(entry)
-            level = _KINDS.index((better or entry).program.kind)
-            levels += [level, level if entry.given_up is not None else _KINDS.index(entry.target)]
+            level = KINDS.index((better or entry).program.kind)
+            levels += [level, level if entry.given_up is not None else KINDS.index(entry.target)]
         agreed = self._agreement.agree(levels)
         for entry, level, most in zip(pending, agreed[::2], agreed[1::2], strict=True):
-            better = self._table.better(entry, most=_KINDS[level])
+            better = self._table.better(entry, most=KINDS[level])
             if better is not None:
                 self.swap(entry, better)
             entry = better or entry
-            if most <= _KINDS.index(entry.program.kind):
+            if most <= KINDS.index(entry.program.kind):
                 self._agreed.add((entry.phase, entry.signature, entry.bucket))
                 if not entry.is_at_best:
                     entry.given_up = "another rank has no better program"
 
     def _is_pending(self, entry: Entry) -> bool:
         """Whether ranks have to agree on an entry, whatever this rank alone knows of it."""
-        is_at_target = entry.source is None or entry.program.kind == entry.target
-        return not is_at_target and (entry.phase, entry.signature, entry.bucket) not in self._agreed
-
-
-_KINDS: tuple[ProgramKind, ...] = ("eager", "general", "specialized")
-"""In the order in which an entry gets them."""
+        return entry.program.kind != entry.target and (entry.phase, entry.signature, entry.bucket) not in self._agreed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

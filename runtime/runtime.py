@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from ..ops.fused_choice import Choice as FusedChoice
 from ..ops.fused_choice import choose
 from ..phases import Compiler, GraphConfig, Phase, Startup, resolve
 from .background import Background
+from .cache_root import use_cache_dir
 from .capture_slot import NOT_CAPTURED, Step
 from .captures import Captures
 from .entries import Entry
@@ -113,8 +115,12 @@ class Runtime:
             cuda_available=torch.cuda.is_available(),
         )
         self.config = self.resolved.config
+        if self.config.cache_dir is not None:
+            reasons = (*self.resolved.reasons, *use_cache_dir(self.config.cache_dir))
+            self.resolved = dataclasses.replace(self.resolved, reasons=reasons)
         # Eager is always among them: a step that no trace holds for is eager code.
-        compilers = (Compiler.EAGER, *(self.config.phase(phase).compiler for phase in Phase))
+        whole = [Compiler.INDUCTOR] if self.resolved.whole else []
+        compilers = (Compiler.EAGER, *whole, *(self.config.phase(phase).compiler for phase in Phase))
         self._fused: dict[Compiler, FusedChoice] = {
             compiler: choose(self.config.fused_ops, compiler=compiler, device_type=device.type)
             for compiler in compilers
@@ -175,6 +181,7 @@ class Runtime:
             example_context=example_context,
             programs=self._programs,
         )
+        self._table.whole.measure = self._warm_up.seconds
         self._tiering: Tiering | None = None
         self._workers = workers
         try:
@@ -206,6 +213,8 @@ class Runtime:
         from .building import WorkerBuilder, make_workers
 
         agreement = agreement_of(process_group)
+        if agreement is not None:
+            self._table.whole.measure = None  # ranks would find different times
         promotions = Promotions(self._table, self._captures, self.config, self._recorder, agreement)
         self._table.starts_at_eager = agreement is not None
         if self._workers is None:
@@ -281,7 +290,7 @@ class Runtime:
         finally:
             gate.num_ended = gate.num_begun
             if kernels.holds:
-                kernels.begin()
+                kernels.begin_held()
 
     def _step(self, phase: Phase | str, inputs: Mapping[str, Any], context: object, copy: bool) -> Any:
         if self.config.debug_captures:
@@ -295,7 +304,8 @@ class Runtime:
         bound = self._contract.bind(check_mapping("inputs", inputs))
         entry, program, sizes = self._table.pick(phase, bound)
         if self._witness is not None:
-            check_guards(program, bound, self._fused[self.config.phase(phase).compiler])
+            own = self._fused[self.config.phase(phase).compiler]
+            check_guards(program, bound, entry.family.fused if entry.family is not None else own)
         check_written({*program.written_inputs, *entry.written_inputs}, bound.tensors)
         outputs = NOT_CAPTURED
         if self._captures is not None and entry.captures and program is entry.program:

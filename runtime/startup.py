@@ -38,7 +38,7 @@ class Lazy:
 
     def first_entry(self, table: EntryTable, phase: Phase, bound: BoundInputs, bucket: int | None) -> Entry:
         """Traces and compiles it. Raises: TraceError, CompileError, InputError."""
-        if not table.is_traced(phase):
+        if not table.is_traced(phase) and not table.whole.is_wanted(phase, bucket):
             return table.open(phase, bound, bucket)  # waits for nothing that another phase compiles
         return table.build(phase, bound, bucket, in_step=True)
 

@@ -84,7 +84,7 @@ class Tiering:
                     break
                 if entry.num_steps:
                     num_done += self._capture_on_padding(entry)
-        self.kernels.begin()
+        self.kernels.begin_held()
         if self._captures is not None and budget_s is None:
             self._captures.compact_if_it_pays(self._recorder)
         self.note_settled()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -20,8 +21,10 @@ from .captures import Captures
 from .entries import Entry
 from .entry_table import MAX_SIGNATURES, EntryTable, is_captured, is_traced
 from .events import Recorder, Scope
+from .measuring import least_seconds
 from .padding_step import free_sizes, step_of_padding, under_ambient_state
 from .portability import BoundProgram
+from .programs import AnyProgram
 from .step import inside_step
 from .step_context import pad_context
 
@@ -84,6 +87,7 @@ class WarmUp:
         """
         config, largest = self._config.phase(entry.phase), self._resolved.ladders[entry.phase].max
         needs_compile = config.specialize == "all" or largest in config.specialize
+        needs_compile = needs_compile or self._table.whole.is_wanted(entry.phase, largest)
         if entry.bucket == largest or self._example_context is None or needs_compile:
             return
         try:
@@ -130,23 +134,51 @@ class WarmUp:
         bound = BoundInputs({}, signature, free_sizes(signature))
         if program.written_inputs or program.graph.pieces_write_model or under_ambient_state(signature) != signature:
             return
-        padding = step_of_padding(bound, self._examples, self._contract)
-        sizes = {**padding.sizes, TOKENS: size}
-        if not program.holds_at(sizes):
+        if not program.holds_at({**free_sizes(signature), TOKENS: size}):
             return
         started = time.perf_counter()
-        devices = {tensor.device for tensor in padding.tensors.values() if tensor.is_cuda}
         try:
-            with _streams_of_its_own(devices):
-                context = pad_context(self._example_context, padding, size, self._contract, recorder.warn)
-                with torch.inference_mode(), use_context(context), inside_step():
-                    program(self._contract.pad_to_bucket(padding, size), sizes, padding.sizes)
+            with self._on_padding(bound, size, recorder) as call:
+                call(program)
         except Exception as error:  # a step finds out, and says so
             recorder.record(
                 "first_call", seconds=time.perf_counter() - started, error=f"{type(error).__name__}: {error}"
             )
             return
         recorder.record("first_call", seconds=time.perf_counter() - started)
+
+    def seconds(
+        self, programs: Sequence[AnyProgram], signature: Signature, size: int, recorder: Recorder
+    ) -> list[float] | None:
+        """What each program takes of the device at `size` tokens, in seconds: the least of some calls on padding.
+
+        None where they cannot be called on padding: one writes into its inputs or its model, or a context is missing.
+        """
+        bound = BoundInputs({}, signature, free_sizes(signature))
+        writes = [p.written_inputs or (isinstance(p, Program) and p.graph.pieces_write_model) for p in programs]
+        if any(writes) or under_ambient_state(signature) != signature:
+            return None
+        try:
+            with self._on_padding(bound, size, recorder) as call:
+                on_gpu = any(device.type == "cuda" for _, _, device, _ in signature.tensors)
+                return least_seconds([functools.partial(call, program) for program in programs], on_gpu=on_gpu)
+        except Exception as error:  # a step finds out, and says so
+            recorder.record("measure", error=f"{type(error).__name__}: {error}")
+            return None
+
+    @contextlib.contextmanager
+    def _on_padding(
+        self, bound: BoundInputs, size: int, recorder: Recorder
+    ) -> Iterator[Callable[[AnyProgram], object]]:
+        """Lets programs be called on `size` rows of nothing but padding; on CUDA on a stream of their own."""
+        padding = step_of_padding(bound, self._examples, self._contract)
+        sizes = {**padding.sizes, TOKENS: size}
+        devices = {tensor.device for tensor in padding.tensors.values() if tensor.is_cuda}
+        with _streams_of_its_own(devices):
+            context = pad_context(self._example_context, padding, size, self._contract, recorder.warn)
+            tensors = self._contract.pad_to_bucket(padding, size)
+            with torch.inference_mode(), use_context(context), inside_step():
+                yield lambda program: program(tensors, sizes, padding.sizes)
 
     def smallest(self, phase: Phase) -> int:
         """The first bucket of a phase's ladder."""

@@ -105,8 +105,13 @@ class WorkerPool:
                 return
             weakref.finalize(self, self._manager.close, _LEFT_OPEN_S)
 
-    def compile(self, program: bytes, fingerprint: str, *, compiler: Compiler, bucket: int | None) -> Future[Path]:
+    def compile(
+        self, program: bytes, fingerprint: str, *, compiler: Compiler, bucket: int | None, mode: str | None = None
+    ) -> Future[Path]:
         """Has a piece of a portable program compiled, for any size or for `bucket` tokens.
+
+        Args:
+            mode: a mode of torch.compile, whose settings of Inductor apply.
 
         The future's result is an artifact for `load_piece`, in a directory that `close` removes.
 
@@ -115,7 +120,7 @@ class WorkerPool:
         takes its place.
         """
         detail = {"fingerprint": fingerprint, "bucket": bucket}
-        return self._submit("compile", program, detail, compiler=str(compiler), **detail)
+        return self._submit("compile", program, detail, compiler=str(compiler), mode=mode, **detail)
 
     def trace(self, factory: ModelFactory, request: TraceRequest) -> Future[bytes]:
         """Has a model made and traced; the result is a portable program.

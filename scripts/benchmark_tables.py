@@ -263,6 +263,51 @@ def startup(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def whole(result: dict[str, Any]) -> list[str]:
+    """Each row of requests x tokens: a step of each way, then its first step and what it takes of memory."""
+    names = list(dict.fromkeys(name for row in result["rows"] for name in row["ways"]))
+    steps, firsts, verdicts = [], [], []
+    for row in sorted(result["rows"], key=lambda row: (row["context"], row["batch"])):
+        title = f"{row['batch']} x {row['context']:,}"
+        ways = [row["ways"].get(name, {}) for name in names]
+        steps.append([title, *(_beside_plain(way) for way in ways)])
+        firsts.append([title, *(_first_step(way) for way in ways)])
+        for way in ways:
+            if "whole_ms" in way.get("whole", {}):
+                said = way["whole"]
+                verdicts.append(
+                    f"{said['whole_ms']:.2f} ms against {said['ordinary_ms']:.2f} ms of the {said['replaces']} program "
+                    f"at {title} ({'taken' if said['taken'] else 'left out'})"
+                )
+    measured = f" On padding the runtime measured a whole forward of {'; '.join(verdicts)}." if verdicts else ""
+    return [
+        *markdown(["requests x tokens", *names], steps),
+        "",
+        f"Milliseconds a step, logits included, and as a multiple of plain torch.compile's, captured by hand; both "
+        f"wholes in mode {result['mode']}. {result['layers']} layers, {result['dtype']}.{measured}",
+        "",
+        *markdown(["requests x tokens", *names], firsts),
+        "",
+        "The first step of a size, with all that it compiles and tries out, and the memory that the compiled forward "
+        "takes beside weights and caches. In the first row that was measured, the wholes compiled into empty caches; "
+        "after it into one that all ways share. Inductor's general program is compiled once, for all sizes.",
+    ]
+
+
+def _beside_plain(way: dict[str, Any]) -> str:
+    if "error" in way:
+        return NOT_RUN if way["error"].startswith("not begun") else "failed"
+    ratio = f" ({way['to_plain']:.2f} x)" if "to_plain" in way else ""
+    return f"{way['step_ms']:.2f}{ratio}" if "step_ms" in way else NOT_RUN
+
+
+def _first_step(way: dict[str, Any]) -> str:
+    if "error" in way or "compile_s" not in way:
+        return "-"
+    peak = f", {way['peak_bytes'] / MIB:,.0f} MiB" if "peak_bytes" in way else ""
+    return f"{way['compile_s']:.1f} s{peak}"
+
+
 def straddle(result: dict[str, Any]) -> list[str]:
     """Each program that requests were promoted to: how many got other tokens, and a step of it."""
     rows = []
@@ -298,6 +343,7 @@ _WAITED = {"before ready": "before ready", "a step": "a step waited", "nobody": 
 TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "capture": capture,
     "decode": decode,
+    "whole": whole,
     "prefill": prefill,
     "dispatch": dispatch,
     "startup": startup,

@@ -90,6 +90,9 @@ def test_eager_steps_without_kernels_are_of_their_own_kind(load: Load) -> None:
     assert [found["at_s"] for found in late] == [9.0]
     late = load("startup_numbers").delayed(steps, [])
     assert [found["at_s"] for found in late] == []
+    steps = [step(at_s, 0.01, "eager") for at_s in (1.0, 2.0, 3.0, 4.0)] + [step(9.0, 3.0, "eager")]
+    late = load("startup_numbers").delayed(steps, [event(5.0, "kernel", 1.0)])
+    assert [found["at_s"] for found in late] == [9.0], "one alone is late beside the others"
     assert load("startup_numbers").causes([event(4.5, "kernel", 1.0)], 0.1) == {"attention kernels": {"nobody": 1.0}}
 
 

@@ -94,6 +94,39 @@ def test_decode_shows_multiples_of_the_floor(tables: ModuleType, tmp_path: Path)
     assert text.count("A step of full, inductor takes, of the time of plain torch.compile, 0.75 x at 1 x 128.") == 1
 
 
+def test_whole_shows_steps_first_steps_and_verdicts(tables: ModuleType, tmp_path: Path) -> None:
+    said = {"whole_ms": 4.5, "ordinary_ms": 4.75, "replaces": "general", "taken": True}
+    ways = {
+        "plain eager": {"step_ms": 20.0, "to_plain": 4.0},
+        "plain torch.compile, captured": {"step_ms": 5.0, "to_plain": 1.0, "compile_s": 63.04, "peak_bytes": 9 << 20},
+        "full, whole": {"step_ms": 4.6, "to_plain": 0.92, "compile_s": 71.5, "peak_bytes": 2 << 30, "whole": said},
+        "full, inductor": {"error": "CUDA error"},
+    }
+    late = {"full, whole": {"error": "not begun: no time left"}, "full, inductor": {"step_ms": 5.5, "compile_s": 0.25}}
+    slower = {**said, "whole_ms": 5.0, "taken": False}
+    rows = [
+        {"batch": 32, "context": 128, "ways": late},
+        {"batch": 1, "context": 128, "ways": ways},
+        {"batch": 8, "context": 128, "ways": {"full, whole": {"step_ms": 4.7, "whole": slower}}},
+    ]
+    write(tmp_path, "whole", {**ABOUT, "mode": "max-autotune-no-cudagraphs", "rows": rows})
+    text = tables.rendered("whole", tmp_path)
+    for line in (
+        "| requests x tokens | full, whole | full, inductor | plain eager | plain torch.compile, captured |",
+        "| 1 x 128 | 4.60 (0.92 x) | failed | 20.00 (4.00 x) | 5.00 (1.00 x) |",
+        "| 32 x 128 | not run | 5.50 | not run | not run |",
+        "| 1 x 128 | 71.5 s, 2,048 MiB | - | - | 63.0 s, 9 MiB |",
+        "| 32 x 128 | - | 0.2 s | - | - |",
+    ):
+        assert f"{line}\n" in text, line
+    assert "both wholes in mode max-autotune-no-cudagraphs. 2 layers, bfloat16." in text
+    assert (
+        "On padding the runtime measured a whole forward of 4.50 ms against 4.75 ms of the general program at 1 x 128 "
+        "(taken); 5.00 ms against 4.75 ms of the general program at 8 x 128 (left out)."
+    ) in text
+    assert text.index("| 1 x 128 | 4.60") < text.index("| 8 x 128 |") < text.index("| 32 x 128 | not run")
+
+
 def test_capture_and_dispatch_show_what_failed(tables: ModuleType, tmp_path: Path) -> None:
     way = {
         "backend": "full",

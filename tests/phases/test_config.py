@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import piecework.phases
 from piecework.phases import Backend, BucketLadder, CaptureDevice, Compiler, GraphConfig, Phase, PhaseConfig, Startup
+from piecework.phases.values import MODES
 
 
 @st.composite
@@ -57,7 +58,8 @@ graph_configs = st.builds(
     capture_device=st.sampled_from(list(CaptureDevice)),
     cache_dir=st.none() | st.text(min_size=1),
     enable_torch_compile=st.booleans(),
-    torch_compile_max_bs=st.integers(1, 512),
+    torch_compile_max_bs=st.none() | st.integers(1, 512),
+    torch_compile_mode=st.sampled_from(MODES),
     fused_ops=st.sampled_from([(), ("all",), ("none", "+rms_norm"), ("-silu_and_mul", "all", "+rms_norm")]),
     evaluate_guards=st.booleans(),
     cuda_graph_memory_budget=st.none() | st.integers(1, 1 << 50),
@@ -135,6 +137,13 @@ def test_the_number_of_captures_is_capped_unless_said_otherwise() -> None:
     assert GraphConfig().max_captures == 512
     assert GraphConfig(max_captures=None).max_captures is None
     assert GraphConfig.from_json('{"max_captures": null}').max_captures is None
+
+
+def test_whole_forward_compile_is_off_and_its_bound_unset_unless_said_otherwise() -> None:
+    config = GraphConfig()
+    assert (config.enable_torch_compile, config.torch_compile_max_bs) == (False, None)
+    assert config.torch_compile_mode == "max-autotune-no-cudagraphs"
+    assert GraphConfig.from_json('{"torch_compile_max_bs": null}') == config
 
 
 def test_configs_are_values() -> None:

@@ -121,6 +121,21 @@ SHARED_ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"max_captures": 0}, "max_captures: expected a positive integer, got 0; give 1 or more"),
     ({"torch_compile_max_bs": 0}, "torch_compile_max_bs: expected a positive integer, got 0; give 1 or more"),
     (
+        {"torch_compile_mode": "defualt"},
+        "torch_compile_mode: expected one of default, max-autotune-no-cudagraphs, got 'defualt'; "
+        "did you mean 'default'?",
+    ),
+    (
+        {"torch_compile_mode": "reduce-overhead"},
+        "torch_compile_mode: expected one of default, max-autotune-no-cudagraphs, got 'reduce-overhead', which makes "
+        "CUDA graphs of its own, as the capture does here; use 'default'",
+    ),
+    (
+        {"torch_compile_mode": "max-autotune"},
+        "torch_compile_mode: expected one of default, max-autotune-no-cudagraphs, got 'max-autotune', which makes "
+        "CUDA graphs of its own, as the capture does here; use 'max-autotune-no-cudagraphs'",
+    ),
+    (
         {"fused_ops": ["none", "rms_norm"]},
         "fused_ops: expected all, none, +name or -name, got 'rms_norm'; write +rms_norm or -rms_norm",
     ),
@@ -227,6 +242,14 @@ def test_a_flag_for_both_phases_names_the_first() -> None:
             "cuda_graph_memory_budget: expected a number of bytes or a size like 512MiB, 2GiB or 1.5GB, got True; "
             "write one, or leave it out for no limit",
         ),
+        (
+            {"torch_compile_mode": None},
+            "torch_compile_mode: expected one of default, max-autotune-no-cudagraphs, got None; use one of these",
+        ),
+        (
+            {"torch_compile_mode": 2},
+            "torch_compile_mode: expected one of default, max-autotune-no-cudagraphs, got 2; use one of these",
+        ),
         ({"torch_compile_max_bs": True}, "torch_compile_max_bs: expected a positive integer, got True; give 1 or more"),
         (
             {"fused_ops": "all"},
@@ -257,8 +280,8 @@ def test_values_that_no_flag_can_say(values: dict[str, Any], text: str) -> None:
 PHASE_KEYS = "backend, compiler, buckets, max_num_tokens, specialize, max_padding_waste, startup"
 KEYS = (
     "prefill, decode, startup, promotion_budget_ms, compile_workers, compile_timeout_s, manifest, startup_budget, "
-    "emulate_precision_casts, capture_device, cache_dir, enable_torch_compile, torch_compile_max_bs, fused_ops, "
-    "evaluate_guards, cuda_graph_memory_budget, max_captures, debug_captures"
+    "emulate_precision_casts, capture_device, cache_dir, enable_torch_compile, torch_compile_max_bs, "
+    "torch_compile_mode, fused_ops, evaluate_guards, cuda_graph_memory_budget, max_captures, debug_captures"
 )
 
 

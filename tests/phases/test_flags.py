@@ -60,6 +60,7 @@ CASES: list[tuple[list[str], dict[str, Any]]] = [
     (["--cache-dir", "12"], {"cache_dir": "12"}),
     (["--enable-torch-compile"], {"enable_torch_compile": True}),
     (["--torch-compile-max-bs", "8"], {"torch_compile_max_bs": 8}),
+    (["--torch-compile-mode", "default"], {"torch_compile_mode": "default"}),
     (["--fused-ops", "none,+rms_norm, -silu_and_mul"], {"fused_ops": ["none", "+rms_norm", "-silu_and_mul"]}),
     (["--evaluate-guards"], {"evaluate_guards": True}),
     (["--cuda-graph-memory-budget", "1.5GiB"], {"cuda_graph_memory_budget": 3 << 29}),
@@ -103,9 +104,10 @@ def test_flag_over_json_over_default(tmp_path: Path) -> None:
 
 
 def test_a_flag_that_repeats_the_default_still_overrides_json() -> None:
-    config = '{"torch_compile_max_bs": 4, "prefill": {"backend": "full"}}'
+    config = '{"max_captures": 4, "prefill": {"backend": "full"}}'
     assert (
-        parse(CONFIG, config, "--torch-compile-max-bs", "32", "--cuda-graph-backend-prefill", "auto") == GraphConfig()
+        parse(CONFIG, config, "--cuda-graph-max-captures", "512", "--cuda-graph-backend-prefill", "auto")
+        == GraphConfig()
     )
 
 
@@ -154,8 +156,8 @@ def test_flag_table_has_a_row_for_each_flag() -> None:
     assert [row.split("`")[1].split()[0] for row in rows] == [*FLAGS, CONFIG, DISABLE]
     assert all(row.count("|") == 5 for row in rows)
     assert (
-        "| `--torch-compile-max-bs N` | `torch_compile_max_bs` | 32 | the largest bucket that whole-forward compile "
-        "serves |"
+        "| `--torch-compile-mode MODE` | `torch_compile_mode` | max-autotune-no-cudagraphs | the mode of torch.compile "
+        "for it: default, or max-autotune-no-cudagraphs |"
     ) in rows
 
 

@@ -613,7 +613,10 @@ def test_flags_change_the_default_and_json_replaces_it() -> None:
             "decode.buckets: 128 requests have more than 64 prompt tokens, which is the",
         ),
         (["--cuda-graph-bs-decode", "0"], "decode.buckets: expected positive integers, got 0"),
-        (["--enable-torch-compile"], "enable_torch_compile: true is not available in this build"),
+        (
+            ["--enable-torch-compile"],
+            "enable_torch_compile: expected a phase with backend full, which captures a whole forward, got",
+        ),
         (["--model", "nowhere"], "model: expected a directory with config.json, .* nowhere does not exist"),
     ],
 )

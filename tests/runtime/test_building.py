@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ import torch
 import torch._inductor.config as inductor_config
 
 import piecework as pw
-from piecework.errors import CompileError, WorkerLostError
+from piecework.errors import CompileError, TraceError, WorkerLostError
 from piecework.graphs.compilers import inductor_changes, inductor_set
 from piecework.graphs.recorder import NullRecorder
-from piecework.runtime import building
+from piecework.runtime import building, programs
 from piecework.runtime.building import Workers, start_workers
 from piecework.runtime.workers import WorkerPool
 
@@ -63,11 +64,13 @@ def runtime_with(pool: Pool, monkeypatch: pytest.MonkeyPatch, *, factory: bool =
 
 def settle(runtime: Any) -> None:
     reference = Toy()
-    for seed in range(5000):
+    until, seed = time.monotonic() + 100, 0
+    while time.monotonic() < until:
         torch.testing.assert_close(step(runtime, 4, seed), plain(reference, 4, seed))
         if runtime.settled:
             return
         runtime._tiering.background.wait(0.005)
+        seed += 1
     raise AssertionError("never settled")
 
 
@@ -98,6 +101,41 @@ def test_a_factory_that_ends_each_worker_is_not_asked_for_ever(monkeypatch: pyte
         assert pool.jobs == ["trace"] * building.MAX_TRACES_LOST
         assert [event.detail.get("where") for event in runtime.events if event.kind == "trace"] == [None]
         assert runtime.counters["fallbacks"]["a worker was lost at each trace: traced in a thread"] == 1
+
+
+def test_a_trace_that_is_there_waits_for_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes with it is imported when no kernel is being compiled, unless the worker is done before that."""
+    pool = Pool(TraceError("model factory: no"))
+    prepared: list[int] = []
+    monkeypatch.setattr(building, "prepare_to_load", lambda: prepared.append(1))
+    with runtime_with(pool, monkeypatch, factory=True) as runtime:
+        go = threading.Event()
+        runtime._tiering.kernels.submit("long", lambda: go.wait(60))
+        started = time.monotonic()
+        step(runtime, 2)
+        while runtime.counters["traces"] == 0 and time.monotonic() - started < 60:
+            step(runtime, 2)
+        assert time.monotonic() - started < building.PREPARE_AFTER_S / 2
+        go.set()
+        settle(runtime)
+    assert prepared == [1], "once is enough"
+
+
+def test_inductors_processes_start_where_this_process_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+    monkeypatch.setattr(building, "prepare_to_load", lambda: None)
+    for module in (building, programs):
+        monkeypatch.setattr(module, "start_compiling", lambda compiler: started.append(str(compiler)))
+    with runtime_with(Pool(pw.NoArtifactError("none")), monkeypatch) as runtime:
+        settle(runtime)
+    assert started == [], "workers were to compile"
+    config = config_of("full", "aot_eager", startup="tiered", compile_workers=0)
+    with pw.Runtime(Toy(), config, dynamic_dims={"x": 0}) as runtime:
+        settle(runtime)
+    assert started == ["aot_eager"]
+    with pw.Runtime(Toy(), config_of("full", "aot_eager"), dynamic_dims={"x": 0}) as runtime:
+        step(runtime, 2)
+    assert started == ["aot_eager"] * 2
 
 
 def test_a_full_disk_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

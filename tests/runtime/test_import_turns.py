@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import builtins
+import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import torch
 import piecework as pw
 from piecework.runtime import import_turns
 from piecework.runtime.import_turns import StepGate, imports_between_steps
+from piecework.runtime.lock_turns import short_turns
 
 from .toy_captures import Affine, config_of, x_of
 
@@ -95,6 +98,62 @@ def test_a_step_that_waits_for_an_import_waits_once(
     thread.join(60)
     assert thread.imported == [package]
     assert sum(waits) < 0.3
+
+
+def test_whatever_is_put_in_front_meanwhile_goes_on_working(modules: Callable[[str], str]) -> None:
+    """By who wraps what it finds, inside of a round and beyond its end, and in the next rounds."""
+    real, gate = builtins.__import__, StepGate()
+    try:
+        with imports_between_steps(gate):
+            inner = builtins.__import__
+            builtins.__import__ = lambda *arguments, **more: inner(*arguments, **more)
+        for _ in range(3):
+            with imports_between_steps(gate):
+                __import__(modules(""))
+            __import__(modules(""))
+        builtins.__import__ = real
+        with imports_between_steps(gate):
+            kept = builtins.__import__
+        builtins.__import__ = kept  # who saved it inside has put it back outside
+        with imports_between_steps(gate):
+            __import__(modules(""))
+        __import__(modules(""))
+    finally:
+        builtins.__import__ = real
+
+
+def test_rounds_nest() -> None:
+    before = builtins.__import__
+    with imports_between_steps(StepGate()), imports_between_steps(StepGate()):
+        assert builtins.__import__ is not before
+    assert builtins.__import__ is before
+
+
+def test_all_modules_together_wait_for_so_long(modules: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_turns, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(import_turns, "TOTAL_PATIENCE_S", 0.1)
+    gate, names = StepGate(), [modules("") for _ in range(60)]
+    started = time.monotonic()
+    thread = Importing(gate, names)
+    while thread.is_alive():
+        gate.num_begun, gate.num_ended = gate.num_begun + 1, gate.num_begun
+        threading.Event().wait(0.0005)
+    assert thread.imported == names
+    assert time.monotonic() - started < 60 * 0.05 / 2
+
+
+def test_the_child_of_a_fork_has_none_of_it() -> None:
+    before, interval = builtins.__import__, sys.getswitchinterval()
+    with imports_between_steps(StepGate()), short_turns(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 warns of forks in a process of several threads
+        child = os.fork()
+        if not child:
+            is_clean = builtins.__import__ is before and sys.getswitchinterval() == interval
+            with short_turns():
+                pass
+            os._exit(0 if is_clean else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (builtins.__import__, sys.getswitchinterval()) == (before, interval)
 
 
 def test_a_runtime_says_when_a_step_runs() -> None:

@@ -1,0 +1,209 @@
+"""Whole programs: which buckets get one, under each startup policy, and that a slower one is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import piecework as pw
+from piecework.errors import CompileError
+from piecework.graphs.stitched import PiecewiseGraph
+from piecework.runtime.warm_up import WarmUp
+
+from .toy_captures import Affine, Slots, Toy, plain, step, x_of
+
+LIMIT_S = 240.0
+Make = Callable[..., Any]
+Times = Callable[[Sequence[float] | None], list[Any]]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[Any] = []
+
+    def runtime(
+        model: Any, compiler: str = "aot_eager", *, example_context: Any = None, specialize: Any = (), **more: Any
+    ) -> Any:
+        decode = pw.PhaseConfig(backend="full", compiler=compiler, buckets=(2, 4, 8), specialize=specialize)
+        prefill = pw.PhaseConfig(backend="tc_piecewise", compiler="aot_eager", buckets=(4, 8))
+        options = {"startup": "lazy", "torch_compile_max_bs": 4, "torch_compile_mode": "default", **more}
+        config = pw.GraphConfig(
+            decode=decode,
+            prefill=prefill,
+            capture_device="tape",
+            enable_torch_compile=True,
+            **{"compile_workers": 0, **options},
+        )
+        examples = {"x": x_of(2, 0)}
+        made.append(
+            pw.Runtime(model, config, dynamic_dims={"x": 0}, example_inputs=examples, example_context=example_context)
+        )
+        return made[-1]
+
+    yield runtime
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def times(monkeypatch: pytest.MonkeyPatch) -> Times:
+    """Says what programs take: the ordinary one, then the whole one. Returns what was measured."""
+
+    def say(seconds: Sequence[float] | None) -> list[Any]:
+        asked: list[Any] = []
+
+        def measured(warm_up: WarmUp, programs: Any, signature: Any, size: int, recorder: Any) -> Any:
+            asked.append((size, [program.kind for program in programs]))
+            return None if seconds is None else [*seconds]
+
+        monkeypatch.setattr(WarmUp, "seconds", measured)
+        return asked
+
+    return say
+
+
+def run(runtime: Any, num_tokens: int, seed: int = 0, phase: str = "decode") -> None:
+    x = x_of(num_tokens, seed)
+    with torch.inference_mode():
+        expected = runtime.model(x)
+    torch.testing.assert_close(runtime.run(phase, {"x": x}), expected)
+
+
+def until_settled(runtime: Any) -> None:
+    for seed in range(5000):
+        for num_tokens in (2, 4, 8):
+            run(runtime, num_tokens, seed)
+        if runtime.settled:
+            return
+        runtime._tiering.background.wait(0.01)
+    raise AssertionError("never settled")
+
+
+def kinds(runtime: Any) -> dict[int | None, str]:
+    return {e.bucket: e.program.kind for e in runtime.entries if e.phase == "decode" and e.num_steps}
+
+
+@pytest.mark.parametrize("startup", ["eager", "lazy", "tiered"])
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_the_buckets_up_to_the_bound_are_compiled_whole_once(
+    make: Make, times: Times, startup: str, compiler: str
+) -> None:
+    asked = times([2e-3, 1e-3])
+    runtime = make(Affine(), compiler, startup=startup)
+    for num_tokens in (1, 3, 7, 4, 2, 8):
+        run(runtime, num_tokens)
+    if startup == "tiered":
+        until_settled(runtime)
+        assert runtime.counters["in_step_seconds"] == 0
+    for num_tokens in (1, 3, 7, 4, 2, 8):
+        run(runtime, num_tokens, 5)
+    ordinary = "eager" if compiler == "eager" else "general"
+    assert kinds(runtime) == {2: "whole", 4: "whole", 8: ordinary}
+    assert runtime.counters["compiles_whole"] == 2
+    assert sorted(asked) == [(2, [ordinary, "whole"]), (4, [ordinary, "whole"])]
+    compiled = [event for event in runtime.events if event.kind == "compile_whole"]
+    assert sorted(event.detail["bucket"] for event in compiled) == [2, 4]
+    assert {event.detail["mode"] for event in compiled} == {"default"}
+    assert runtime.counters["fallbacks"] == {}
+    assert runtime.counters["whole_not_faster"] == 0
+    run(runtime, 3, 0, "prefill")
+    assert runtime.counters["compiles_whole"] == 2, "none for prefill"
+    assert all(e.program.kind == "general" for e in runtime.entries if e.phase == "prefill" and startup != "tiered")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        ([1e-3, 2e-3], "the whole forward takes 2.000 ms of the device, general 1.000 ms: not faster, left out"),
+        ([1e-3, 0.995e-3], "the whole forward takes 0.995 ms of the device, general 1.000 ms: not faster, left out"),
+    ],
+)
+@pytest.mark.parametrize("startup", ["eager", "lazy", "tiered"])
+def test_one_that_is_not_faster_is_left_out_and_counted(
+    make: Make, times: Times, startup: str, seconds: list[float], said: str
+) -> None:
+    times(seconds)
+    runtime = make(Affine(), startup=startup)
+    for num_tokens in (2, 4, 8):
+        run(runtime, num_tokens)
+    if startup == "tiered":
+        until_settled(runtime)
+    assert kinds(runtime) == {2: "general", 4: "general", 8: "general"}
+    assert runtime.counters["whole_not_faster"] == 2
+    assert runtime.counters["compiles_whole"] == 2
+    entry = next(e for e in runtime.explain().as_dict()["entries"] if (e["phase"], e["bucket"]) == ("decode", 2))
+    assert entry["why_not_whole"] == said
+    for num_tokens in (2, 4):
+        run(runtime, num_tokens, 3)
+    assert runtime.counters["compiles_whole"] == 2
+
+
+def test_what_cannot_be_measured_is_taken_and_says_so(make: Make, times: Times) -> None:
+    times(None)
+    runtime = make(Affine())
+    run(runtime, 2)
+    (entry,) = runtime.entries
+    assert (entry.program.kind, entry.why) == ("whole", "the whole forward; it could not be measured on padding")
+
+
+@pytest.mark.parametrize("startup", ["eager", "lazy", "tiered"])
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_a_compile_that_fails_costs_no_step_and_is_not_tried_again(
+    make: Make, monkeypatch: pytest.MonkeyPatch, startup: str, compiler: str
+) -> None:
+    tried: list[int] = []
+
+    def failing(graph: PiecewiseGraph, bucket: int, *arguments: Any) -> Any:
+        tried.append(bucket)
+        raise CompileError("whole: no compiler\nmore")
+
+    monkeypatch.setattr(PiecewiseGraph, "compile_whole", failing)
+    runtime = make(Affine(), compiler, startup=startup)
+    for num_tokens in (2, 4, 8):
+        run(runtime, num_tokens)
+    if startup == "tiered":
+        until_settled(runtime)
+    for num_tokens in (2, 4, 2, 4):
+        run(runtime, num_tokens, 7)
+    assert sorted(tried) == [2, 4]
+    assert runtime.counters["fallbacks"] == {"whole-forward compile failed: the ordinary program stays": 2}
+    ordinary = "eager" if compiler == "eager" else "general"
+    assert kinds(runtime) == {2: ordinary, 4: ordinary, 8: ordinary}
+    entry = next(e for e in runtime.entries if (e.phase, e.bucket) == ("decode", 2))
+    assert entry.why_not_whole == "whole-forward compile failed: whole: no compiler"
+
+
+def test_under_tiered_each_kind_takes_the_place_of_the_one_before(make: Make, times: Times) -> None:
+    times([2e-3, 1e-3])
+    runtime = make(Affine(), startup="tiered", specialize=(2,))
+    until_settled(runtime)
+    promoted = [
+        (event.scope.bucket, event.detail["from_"], event.detail["to"])
+        for event in runtime.events
+        if event.kind == "promote" and event.scope.phase == "decode"
+    ]
+    last = {bucket: to for bucket, _, to in promoted}
+    assert last == {2: "whole", 4: "whole", 8: "general"}
+    order = ("eager", "general", "specialized", "whole")
+    assert all(order.index(before) < order.index(after) for _, before, after in promoted)
+    assert not any(event.scope.in_step for event in runtime.events if event.kind.startswith(("compile", "trace")))
+    assert runtime.wait_settled(LIMIT_S)
+
+
+def test_split_ops_in_the_one_graph_read_each_steps_context(make: Make, times: Times) -> None:
+    """And write what belongs to the model: the cache is the same as without."""
+    times([2e-3, 1e-3])
+    mine, other = Toy(), Toy()
+    runtime = make(mine, "eager", example_context=Slots(slots=torch.zeros(0, dtype=torch.int64)))
+    for seed in range(4):
+        for num_tokens in (2, 3, 4, 8):
+            got = step(runtime, num_tokens, seed)
+            torch.testing.assert_close(got, plain(other, num_tokens, seed))
+    for layer, expected in zip(mine.layers, other.layers, strict=True):
+        torch.testing.assert_close(layer.cache[:-1], expected.cache[:-1])  # the last row is a dump
+    assert kinds(runtime) == {2: "whole", 4: "whole", 8: "eager"}
+    assert runtime.counters["captures"] == 3
+    assert runtime.counters["replays"] == 4 * 4 - 3
