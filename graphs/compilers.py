@@ -42,7 +42,7 @@ class CompilerOptions:
     emulate_precision_casts: bool = False
     """Inductor rounds to a tensor's dtype wherever eager code does, also inside a fused kernel."""
     mode: str | None = None
-    """Inductor has the settings of this mode of `torch.compile`, but for those of CUDA graphs: captures are made here."""
+    """Inductor has the settings of this mode of `torch.compile`, but for CUDA graphs: captures are made here."""
 
 
 DEFAULT_OPTIONS = CompilerOptions()
@@ -273,7 +273,7 @@ def _settings(options: CompilerOptions, compiler: Compiler) -> dict[str, Any]:
         modes = list_mode_options()
         if options.mode not in modes:
             raise CompileError(
-                f"compiler {compiler}: expected a mode of torch.compile, one of {', '.join(modes)}, got {options.mode!r}"
+                f"compiler {compiler}: expected a mode of torch.compile ({', '.join(modes)}), got {options.mode!r}"
             )
         settings |= {name: value for name, value in modes[options.mode].items() if "cudagraph" not in name}
     if options.emulate_precision_casts:

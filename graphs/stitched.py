@@ -17,7 +17,7 @@ from .bindings import FrozenTensor, InputBinding, ModelTensor, PlaceholderBindin
 from .blank import blank_outputs
 from .compilers import DEFAULT_OPTIONS, CompiledCallable, CompilerOptions
 from .data_sizes import DataSize, find_data_size
-from .inputs import TOKENS, InputContract, Layout, Signature
+from .inputs import TOKENS, InputContract, Signature
 from .memory import memory_of
 from .mutation import mutated_arguments
 from .outputs import Rows
@@ -29,6 +29,7 @@ from .root_memory import Memories, output_memories, root_memories
 from .rows import output_rows, reduced_outputs
 from .split import Piece, SplitGraph, split
 from .trace import Traced, TraceFacts
+from .whole_inputs import layouts_of_inputs
 
 Build = Callable[[Piece], BuiltPiece]
 
@@ -119,7 +120,7 @@ class PiecewiseGraph:
             reduced=reduced,
             written_inputs=tuple(b.name for b in written if isinstance(b, InputBinding)),
             writes_frozen=any(isinstance(b, FrozenTensor) for b in written),
-            inputs=_inputs_of(traced, contract),
+            inputs=layouts_of_inputs(traced, contract),
         )
 
     @property
@@ -228,10 +229,10 @@ class PiecewiseGraph:
         recorder: Recorder,
         options: CompilerOptions = DEFAULT_OPTIONS,
     ) -> Program:
-        """Compiles the whole forward for exactly `bucket` tokens by Inductor, if `compiled` lacks it, split ops included.
+        """Compiles the whole forward, split ops included, for exactly `bucket` tokens by Inductor.
 
         Args:
-            options: their mode too is recorded.
+            options: with the mode of `torch.compile` whose settings apply.
 
         Raises:
             CompileError: the compiler failed on it, or there is no whole forward for `bucket`; see `whole_graph`.
@@ -292,22 +293,6 @@ def _announced(kind: ProgramKind, bucket: int | None, options: CompilerOptions) 
     if kind == "whole":
         return f"compiling the whole forward for {bucket} tokens", {"bucket": bucket, "mode": options.mode or "default"}
     return f"compiling bucket {bucket}", {"bucket": bucket}
-
-
-def _inputs_of(traced: Traced, contract: InputContract) -> Signature:
-    """The layouts of the inputs that a trace takes; `InputContract` makes those with dynamic dims contiguous."""
-    layouts: list[Layout] = []
-    strides: list[tuple[str, tuple[int, ...]]] = []
-    placeholders = traced.graph_module.graph.find_nodes(op="placeholder")
-    for node, binding in zip(placeholders, traced.bindings.placeholders, strict=True):
-        if isinstance(binding, InputBinding):
-            value = node.meta["example_value"]
-            dims = contract.dynamic_dims.get(binding.name, {})
-            sizes = tuple(dims[i] if i in dims else int(size) for i, size in enumerate(value.shape))
-            layouts.append((binding.name, value.dtype, value.device, sizes))
-            if not dims:
-                strides.append((binding.name, tuple(value.stride())))
-    return Signature(tuple(layouts), (), tuple(strides))
 
 
 def _written_placeholders(graph_module: GraphModule) -> list[int]:

@@ -4,7 +4,7 @@ It is put together again from a graph that was cut, so that nothing is traced tw
 traced serves as well.
 
 Note [A write in the one graph is no copy]
-A compiler makes the graph functional first: a split op that writes into a KV cache becomes one that returns a new cache,
+A compiler makes the graph functional first: a split op that writes into a KV cache becomes one that returns a new one,
 and a copy into the placeholder at the end. Inductor takes both out again where nothing else lies in the same memory. So
 tensors that are apart from each other in one allocation, such as the caches of all layers, are apart for the compiler
 too: else it would make all of that memory anew for a write into one of them.
@@ -19,6 +19,7 @@ from typing import Any
 import sympy
 import torch
 from torch._dynamo.source import ConstantSource
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, _constrain_range_for_size
@@ -29,6 +30,8 @@ from . import audit
 from .bindings import SizeBinding
 from .fakes import FakeFactory, Size, TensorDescription, fill, size_expr
 from .inputs import TOKENS
+from .memory import memory, tensors_in
+from .mutation import mutated_arguments
 from .piece import BuiltPiece
 from .propagate import propagate
 from .split import Piece, SplitGraph, Subgraph
@@ -134,9 +137,10 @@ class _Joiner:
         hint = max(interval.low, 2)
         source = ConstantSource(name)
         expr = self._shape_env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
-        size = self._shape_env.create_symintnode(expr, hint=hint, source=source)
+        backed = self._shape_env.create_symintnode(expr, hint=hint, source=source)
         # Asking is how a ShapeEnv learns of a bound.
-        assert size >= interval.low and (interval.high is None or size <= interval.high)
+        assert backed >= interval.low
+        assert interval.high is None or backed <= interval.high
         assert isinstance(expr, sympy.Symbol)
         return expr
 
@@ -184,9 +188,7 @@ class _Joiner:
         assert isinstance(outputs, (tuple, list))
         return [copies[each] if isinstance(each, Node) else each for each in outputs]
 
-    def _arguments(
-        self, node: Node, copies: Mapping[Node, Any], values: Mapping[sympy.Symbol, Any]
-    ) -> tuple[Any, Any]:
+    def _arguments(self, node: Node, copies: Mapping[Node, Any], values: Mapping[sympy.Symbol, Any]) -> tuple[Any, Any]:
         def copied(value: Any) -> Any:
             if isinstance(value, Node):
                 return copies[value]
@@ -215,9 +217,10 @@ class _Joiner:
             propagate(graph_module, self._fake_mode)
         except Exception as error:  # whatever an operator raises
             raise CompileError(
-                f"whole: the forward cannot be put together for {self._bucket} tokens ({type(error).__name__}: {error});"
-                f" see the cause above, or leave the bucket out of torch_compile_max_bs"
+                f"whole: the forward cannot be put together for {self._bucket} tokens ({type(error).__name__}: "
+                f"{error}); see the cause above"
             ) from error
+        _check_views(graph_module.graph)
 
     def _result(
         self, graph_module: GraphModule, joined: Mapping[Node, Any], results: Sequence[Node], returned: Sequence[Any]
@@ -248,6 +251,25 @@ class _Joiner:
             whole_bucket=self._bucket,
             pieces_write_model=graph.pieces_write_model,
         )
+
+
+def _check_views(graph: Graph) -> None:
+    """Refuses a write of a custom operator through a view of another dtype: AOTAutograd would hand it the base's dtype.
+
+    Seen with torch 2.11 to 2.14. Raises: CompileError.
+    """
+    dtypes: dict[int, set[torch.dtype]] = {}
+    for node in graph.nodes:
+        for tensor in tensors_in(node.meta.get("example_value")):
+            dtypes.setdefault(memory(tensor), set()).add(tensor.dtype)
+    for node in graph.nodes:
+        if isinstance(node.target, (OpOverload, OpOverloadPacket)):
+            written = [tensor for a in mutated_arguments(node) for tensor in tensors_in(a.meta["example_value"])]
+            if any(len(dtypes[memory(tensor)]) > 1 for tensor in written):
+                raise CompileError(
+                    f"whole: {node.target}: expected to write into memory of one dtype, got memory that is used as "
+                    f"another one too (x.view(dtype)); hold the tensor in the dtype that the operator writes"
+                )
 
 
 def _root(

@@ -1,4 +1,4 @@
-"""What the placeholders of a whole forward look like: told from the live model and the inputs' layouts, not from a trace.
+"""What the placeholders of a whole forward look like: told from the live model and the inputs' layouts.
 
 A graph that another process traced has no fake tensors of its own on what only split ops take, such as KV caches.
 """
@@ -14,10 +14,27 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..errors import CompileError
 from .bindings import Bindings, FrozenTensor, InputBinding, ModelTensor
 from .fakes import Size, TensorDescription, describe
-from .inputs import Signature
+from .inputs import InputContract, Layout, Signature
 from .layouts import PLAIN_TENSORS
+from .trace import Traced
 
 _DESCRIBABLE = (*PLAIN_TENSORS, FakeTensor)  # a model may be a fake one, in a process that only compiles
+
+
+def layouts_of_inputs(traced: Traced, contract: InputContract) -> Signature:
+    """The layouts of the inputs that a trace takes; `InputContract` makes those with dynamic dims contiguous."""
+    layouts: list[Layout] = []
+    strides: list[tuple[str, tuple[int, ...]]] = []
+    placeholders = traced.graph_module.graph.find_nodes(op="placeholder")
+    for node, binding in zip(placeholders, traced.bindings.placeholders, strict=True):
+        if isinstance(binding, InputBinding):
+            value = node.meta["example_value"]
+            dims = contract.dynamic_dims.get(binding.name, {})
+            sizes = tuple(dims[i] if i in dims else int(size) for i, size in enumerate(value.shape))
+            layouts.append((binding.name, value.dtype, value.device, sizes))
+            if not dims:
+                strides.append((binding.name, tuple(value.stride())))
+    return Signature(tuple(layouts), (), tuple(strides))
 
 
 def describe_placeholders(
@@ -94,7 +111,11 @@ def _describe_live(binding: ModelTensor | FrozenTensor) -> TensorDescription:
 
 
 def _sharing(tensors: Mapping[int, TensorDescription]) -> list[list[int]]:
-    """The tensors in groups, of which none has an element of memory in common with one of another group."""
+    """The tensors in groups, of which none has an element of memory in common with one of another group.
+
+    All that have one in common with another are one group for each memory: torch 2.11 finds such tensors by their
+    memory at each call again, and there must be as many as when it compiled.
+    """
     groups: list[list[int]] = []
     by_memory: dict[int, list[int]] = {}
     for i, tensor in tensors.items():
@@ -104,7 +125,8 @@ def _sharing(tensors: Mapping[int, TensorDescription]) -> list[list[int]]:
         for i in members:
             touched = [g for g in found if any(may_overlap(tensors[i], tensors[j]) for j in g)]
             found = [g for g in found if g not in touched] + [[*(j for g in touched for j in g), i]]
-        groups += found
+        several = [i for group in found if len(group) > 1 for i in group]
+        groups += [*([several] if several else []), *(group for group in found if len(group) == 1)]
     return groups
 
 

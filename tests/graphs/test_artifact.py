@@ -137,6 +137,8 @@ def test_a_file_of_other_options(file: Path, piece: BuiltPiece) -> None:
     load_piece(file, piece, INDUCTOR, options=CompilerOptions())
     with pytest.raises(ArtifactError, match="expected options .*True.*, got .*False"):
         load_piece(file, piece, INDUCTOR, options=CompilerOptions(emulate_precision_casts=True))
+    with pytest.raises(ArtifactError, match="expected options .*'mode': 'default'.*, got .*'mode': None"):
+        load_piece(file, piece, INDUCTOR, options=CompilerOptions(mode="default"))
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "text", "folder", "half", "one byte less"])
@@ -234,7 +236,7 @@ def test_the_header_says_what_it_is_of(saved: Path, file: Path, piece: BuiltPiec
     assert json.loads(json.dumps(header)) == header
     assert header["torch"] == torch.__version__
     assert header["fingerprint"] == piece.fingerprint
-    assert header["options"] == {"emulate_precision_casts": False}
+    assert header["options"] == {"emulate_precision_casts": False, "mode": None}
     made_of = ArtifactFile(path=file, fingerprint=piece.fingerprint, num_bytes=file.stat().st_size)
     assert load_piece(made_of, piece, INDUCTOR).intervals == load_piece(file, piece, INDUCTOR).intervals
 

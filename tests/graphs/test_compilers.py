@@ -12,7 +12,8 @@ from torch._inductor import async_compile
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from piecework.graphs.compilers import compile_piece, start_compiling
+from piecework.errors import CompileError
+from piecework.graphs.compilers import CompilerOptions, compile_piece, start_compiling
 from piecework.graphs.recorder import NullRecorder
 from piecework.phases import Compiler
 
@@ -121,6 +122,35 @@ def test_inductor_starts_few_threads_and_leaves_the_setting_alone(monkeypatch):
     make_program(Fn(lambda m, x: x + 1), {"x": torch.randn(3, 4)}, compiler="inductor")
     assert seen == [8]
     assert inductor_config.compile_threads == before
+
+
+@pytest.mark.parametrize("mode", [None, "default", "max-autotune-no-cudagraphs", "max-autotune", "reduce-overhead"])
+def test_a_mode_of_torch_compile_applies_but_for_cuda_graphs(monkeypatch, mode):
+    """Captures are made by backends; what else the mode says is what torch.compile does in it."""
+    names = ("max_autotune", "coordinate_descent_tuning", "triton.cudagraphs")
+    seen: list[list[Any]] = []
+
+    def fake_compile(graph_module: Any, example_inputs: Any, **kwargs: Any) -> Any:
+        settings = inductor_config.get_config_copy()
+        seen.append([settings[name] for name in names])
+        return graph_module.forward
+
+    before = [inductor_config.get_config_copy()[name] for name in names]
+    monkeypatch.setattr(torch._inductor, "standalone_compile", fake_compile)
+    graph = make_program(Fn(lambda m, x: x + 1), {"x": torch.randn(3, 4)}).graph
+    graph.compile_general(Compiler.INDUCTOR, {}, NullRecorder(), CompilerOptions(mode=mode))
+    graph.compile_whole(3, {}, NullRecorder(), CompilerOptions(mode=mode))
+    tunes = mode is not None and mode.startswith("max-autotune")
+    assert seen == [[True, True, False] if tunes else before] * 2
+    assert [inductor_config.get_config_copy()[name] for name in names] == before
+
+
+def test_a_mode_that_torch_does_not_know_is_an_error_of_inductor_alone():
+    graph = make_program(Fn(lambda m, x: x + 1), {"x": torch.randn(3, 4)}).graph
+    options = CompilerOptions(mode="fastest")
+    with pytest.raises(CompileError, match=r"expected a mode of torch.compile \(default, .*, got 'fastest'"):
+        graph.compile_general(Compiler.INDUCTOR, {}, NullRecorder(), options)
+    graph.compile_general(Compiler.EAGER, {}, NullRecorder(), options)
 
 
 def test_inductor_fuses_what_has_unbacked_rows():
