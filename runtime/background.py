@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-import errno
 import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import CancelledError
 
-from ..errors import PieceworkError, WorkerLostError
+from ..errors import PieceworkError
 from ..graphs.ambient import autocast_of
 from ..graphs.inputs import TOKENS
 from ..graphs.random_state import restores_ignored
@@ -26,6 +25,7 @@ from .entry_table import EntryTable
 from .events import Recorder, Scope
 from .lock_turns import short_turns
 from .padding_step import under_ambient_state
+from .passing import passing
 from .programs import Builder
 from .promotion import GAIN
 
@@ -204,7 +204,7 @@ class Background:
         phase, _, bucket = wish.key
         recorder = self._recorder.within(Scope(phase=phase, bucket=bucket))
         wish.attempts += 1
-        if (reason := _passing(error)) is not None and wish.attempts < MAX_ATTEMPTS:
+        if (reason := passing(error)) is not None and wish.attempts < MAX_ATTEMPTS:
             delay = BACKOFF_S * 2 ** (wish.attempts - 1)
             wish.not_before = time.monotonic() + delay
             recorder.fallback(f"{reason}: tried again later", because=str(error), seconds=delay)
@@ -230,19 +230,6 @@ def _run(background: weakref.ReferenceType[Background], changed: threading.Condi
         if delay:
             with changed:
                 changed.wait(delay)
-
-
-def _passing(error: BaseException) -> str | None:
-    """What may be over by another attempt, in words; None for what would fail again."""
-    if isinstance(error, WorkerLostError):
-        return "a compile worker was lost"
-    cause: BaseException | None = error
-    while cause is not None:
-        is_full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
-        if is_full or "No space left on device" in str(cause):
-            return "a disk is full (TMPDIR or TORCHINDUCTOR_CACHE_DIR)"
-        cause = cause.__cause__
-    return None
 
 
 def _next_kind(table: EntryTable, entry: Entry, wish: _Wish) -> str | None:

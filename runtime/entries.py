@@ -52,7 +52,8 @@ class Entry:
     @property
     def target(self) -> ProgramKind:
         """The kind of the best program that it will have, as far as it is known."""
-        return self.kinds[-1] if self.kinds else self.program.kind
+        kinds = self.kinds  # another thread may take one back
+        return kinds[-1] if kinds else self.program.kind
 
     @property
     def is_at_best(self) -> bool:

@@ -200,6 +200,8 @@ class EntryTable:
             entry.whole_source = self._family(bound.signature, Compiler.INDUCTOR, recorder)
             if entry.whole_source is not None:
                 entry.kinds = (*entry.kinds, "whole")
+            else:
+                entry.why_not_whole = _TOO_MANY
         if entry.kinds:
             entry.why = "eager until its program is compiled"
         return entry

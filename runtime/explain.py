@@ -140,8 +140,9 @@ def _startups(phases: dict[str, Any]) -> list[str]:
 
 def _why(entry: dict[str, Any]) -> str:
     """Why an entry runs what it runs, and what will or will not come."""
-    parts = [entry["why"], entry["not_captured"], entry["given_up"]]
-    return "; ".join(part for part in parts if part is not None)
+    parts = [entry["why"], entry["not_captured"], entry["why_not_whole"], entry["given_up"]]
+    said = [part for part in parts if part is not None]
+    return "; ".join(part for i, part in enumerate(said) if not any(part in other for other in said[:i]))
 
 
 def _fused_lines(phases: dict[str, Any]) -> Iterator[str]:

@@ -143,7 +143,7 @@ class JitWatch:
         named = [
             (f"torch.compile of {frame.co_name} ({frame.co_filename}:{frame.co_firstlineno})", "")
             for frame in new
-            if frame.inductor_compile_time_s
+            if frame.inductor_compile_time_s and frame.co_name is not None  # else a graph of a program's, without one
         ]
         events = self._recorder.events
         # Backwards, for there may be thousands and few are new.

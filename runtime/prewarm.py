@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, PieceworkError
-from ..phases import Compiler, GraphConfig, Phase, Startup
+from ..phases import Compiler, GraphConfig, Phase, Resolved, Startup
 from .console import columns
 from .entry_table import is_captured, is_traced
 from .events import Counters, Recorder
@@ -140,7 +140,7 @@ def prewarm(
         covered=tuple(work.covered),
         uncovered=tuple(work.uncovered),
         jit_covered=tuple(jit_covered),
-        kept_in=_kept_in(runtime.config),
+        kept_in=_kept_in(runtime.resolved),
         seconds=clock() - started,
     )
 
@@ -234,9 +234,9 @@ class _Work:
         return covered
 
 
-def _kept_in(config: GraphConfig) -> str:
+def _kept_in(resolved: Resolved) -> str:
     """Where a later server finds what was built."""
-    if not any(config.phase(phase).compiler is Compiler.INDUCTOR for phase in Phase):
+    if not resolved.whole and not any(resolved.config.phase(phase).compiler is Compiler.INDUCTOR for phase in Phase):
         return "nothing is kept: only compiler inductor leaves files, and captures live in their process"
     directory = os.environ.get(CACHE)
     place = f"{directory} ({CACHE})" if directory else f"Inductor's own cache directory; {CACHE} names another"

@@ -330,6 +330,8 @@ class ProgramFamily:
         if found:
             check_token_rows(found[0].reduced, self._outputs)
             return found[0]
+        if len(self.general) + len(self._uncompiled) >= MAX_TRACES:
+            raise CompileError(f"whole: {MAX_TRACES} traces do not hold at {dict(sizes)}, and no more are made")
         key = frozenset(sizes.items())
         self._raise_known_failure(key)
         try:

@@ -181,7 +181,6 @@ class Runtime:
             example_context=example_context,
             programs=self._programs,
         )
-        self._table.whole.measure = self._warm_up.seconds
         self._tiering: Tiering | None = None
         self._workers = workers
         try:
@@ -195,6 +194,8 @@ class Runtime:
     ) -> None:
         """The end of the constructor: what the startup policies do before ready."""
         deadline = time.monotonic() + self.config.startup_budget
+        if group is None:  # else ranks would find different times
+            self._table.whole.measure = self._warm_up.seconds
         policies: dict[Startup, StartupPolicy] = {Startup.LAZY: Lazy(), Startup.EAGER: Eager()}
         if Startup.TIERED in startup_of.values():
             self._tiering = self._make_tiering(device, factory, group)
@@ -213,8 +214,6 @@ class Runtime:
         from .building import WorkerBuilder, make_workers
 
         agreement = agreement_of(process_group)
-        if agreement is not None:
-            self._table.whole.measure = None  # ranks would find different times
         promotions = Promotions(self._table, self._captures, self.config, self._recorder, agreement)
         self._table.starts_at_eager = agreement is not None
         if self._workers is None:

@@ -107,10 +107,12 @@ class Tiering:
             self._recorder.warn(f"startup_budget: {missing}")
         for bound in self._warm_up.example_inputs():
             entries = [self._table.open(phase, bound, bucket) for bucket in order]
-            # Also without a bucket that is known to come, its program is: one for all sizes.
-            for entry in entries or [self._table.open(phase, bound, self._warm_up.smallest(phase))]:
-                self.background.want(entry)
+            if not entries and self._table.is_traced(phase):
+                # Also without a bucket that is known to come, its program is: one for all sizes.
+                entries = [self._table.open(phase, bound, None)]
             for entry in entries:
+                self.background.want(entry)
+            for entry in entries if order else ():
                 self._wanted.add((phase, entry.signature, entry.bucket))
                 if time.monotonic() < deadline:
                     self._capture_on_padding(entry)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from ..errors import ConfigError, ContextError, InputError
+from ..errors import CompileError, ConfigError, ContextError, InputError
 from ..graphs.ambient import autocast_of
 from ..graphs.inputs import TOKENS, BoundInputs, InputContract, Signature
 from ..graphs.program import Program
@@ -134,6 +134,8 @@ class WarmUp:
         bound = BoundInputs({}, signature, free_sizes(signature))
         if program.written_inputs or program.graph.pieces_write_model or under_ambient_state(signature) != signature:
             return
+        if self._may_write([program]):
+            return
         if not program.holds_at({**free_sizes(signature), TOKENS: size}):
             return
         started = time.perf_counter()
@@ -153,18 +155,37 @@ class WarmUp:
         """What each program takes of the device at `size` tokens, in seconds: the least of some calls on padding.
 
         None where they cannot be called on padding: one writes into its inputs or its model, or a context is missing.
+        What they draw of random generators is put back, where that would not rewind other threads.
+
+        Raises: CompileError: the last program fails, and the others do not.
         """
         bound = BoundInputs({}, signature, free_sizes(signature))
         writes = [p.written_inputs or (isinstance(p, Program) and p.graph.pieces_write_model) for p in programs]
-        if any(writes) or under_ambient_state(signature) != signature:
+        if any(writes) or self._may_write(programs) or under_ambient_state(signature) != signature:
             return None
+        gpus = [device for _, _, device, _ in signature.tensors if device.type == "cuda"]
+        *others, last = programs
         try:
-            with self._on_padding(bound, size, recorder) as call:
-                on_gpu = any(device.type == "cuda" for _, _, device, _ in signature.tensors)
-                return least_seconds([functools.partial(call, program) for program in programs], on_gpu=on_gpu)
+            with torch.random.fork_rng(gpus), self._on_padding(bound, size, recorder) as call:
+                for program in others:
+                    call(program)
+                try:
+                    call(last)
+                except Exception as error:
+                    raise CompileError(
+                        f"the {last.kind} program fails when it is called on padding ({type(error).__name__}: {error})"
+                    ) from error
+                return least_seconds([functools.partial(call, program) for program in programs], on_gpu=bool(gpus))
+        except CompileError:
+            raise
         except Exception as error:  # a step finds out, and says so
             recorder.record("measure", error=f"{type(error).__name__}: {error}")
             return None
+
+    def _may_write(self, programs: Sequence[AnyProgram]) -> bool:
+        """Whether a call on padding may write: a split op is kept from that by a context of no tokens alone."""
+        split = any(isinstance(program, Program) and program.graph.split.matches for program in programs)
+        return split and self._example_context is None
 
     @contextlib.contextmanager
     def _on_padding(
@@ -179,10 +200,6 @@ class WarmUp:
             tensors = self._contract.pad_to_bucket(padding, size)
             with torch.inference_mode(), use_context(context), inside_step():
                 yield lambda program: program(tensors, sizes, padding.sizes)
-
-    def smallest(self, phase: Phase) -> int:
-        """The first bucket of a phase's ladder."""
-        return self._resolved.ladders[phase].buckets[0]
 
     @property
     def missing(self) -> str | None:

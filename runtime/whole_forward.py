@@ -10,18 +10,21 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from ..errors import CompileError, InputError, TraceError
+from ..graphs.audit import ANY_SIZE
 from ..graphs.inputs import TOKENS, Signature
 from ..graphs.program import Program
 from ..phases import Backend, GraphConfig, Phase
 from .entries import Entry, EntryKey
 from .events import Recorder
+from .passing import passing
 from .programs import HERE, AnyProgram, Builder, ProgramFamily
 
 NEEDED_GAIN = 0.01
 """The share of a step that a whole program must save: what two measurements of one program differ by."""
 
 Measure = Callable[[Sequence[AnyProgram], Signature, int, Recorder], list[float] | None]
-"""Seconds of the device of each program at so many tokens; None where that cannot be measured."""
+"""Seconds of the device of each program at so many tokens; None where that cannot be measured. Raises CompileError:
+the last one fails where the others do not."""
 
 
 def is_whole_asked(config: GraphConfig, phase: Phase) -> bool:
@@ -63,7 +66,7 @@ class WholeForward:
     ) -> Verdict:
         """Makes the whole program of an entry's bucket now, and measures it against the ordinary one; once.
 
-        Raises: WorkerLostError, from the builder: worth another attempt.
+        Raises: what the builder raises that is worth another attempt: WorkerLostError, a full disk.
         """
         key = (entry.phase, entry.signature, entry.bucket)
         if key not in self._verdicts:
@@ -81,15 +84,17 @@ class WholeForward:
         assert bucket is not None
         try:
             program = family.whole(bucket, entry.sizes, recorder, builder)
+            times = self.measure([ordinary, program], entry.signature, bucket, recorder) if self.measure else None
         except (TraceError, CompileError, InputError) as error:
+            if builder is not HERE and passing(error) is not None:
+                raise
             recorder.fallback("whole-forward compile failed: the ordinary program stays", error=str(error))
             return Verdict(program=None, why=f"whole-forward compile failed: {str(error).strip().splitlines()[0]}")
-        if not program.holds_at({**entry.sizes, TOKENS: bucket}):
-            recorder.fallback("the whole forward is not valid at the step's sizes", sizes=entry.sizes)
-            return Verdict(program=None, why=f"the whole forward is not valid at {dict(entry.sizes)}")
+        if (name := _narrower(program, ordinary)) is not None:
+            recorder.fallback("the whole forward holds for fewer sizes: the ordinary program stays", dim=name)
+            return Verdict(program=None, why=f"the whole forward holds for fewer sizes of {name}")
         if self.measure is None:
             return Verdict(program=program, why="the whole forward; not measured, since ranks would differ")
-        times = self.measure([ordinary, program], entry.signature, bucket, recorder)
         if times is None:
             return Verdict(program=program, why="the whole forward; it could not be measured on padding")
         before, after = times
@@ -107,3 +112,14 @@ class WholeForward:
             return Verdict(program=program, why=said)
         recorder.counters.add("whole_not_faster", scope=recorder.scope)
         return Verdict(program=None, why=f"{said}: not faster, left out")
+
+
+def _narrower(program: Program, ordinary: AnyProgram) -> str | None:
+    """A dim other than tokens of which the program takes fewer sizes than the ordinary one does, if there is one."""
+    others = ordinary.intervals if isinstance(ordinary, Program) else {}
+    for name, interval in program.intervals.items():
+        known = others.get(name, ANY_SIZE)
+        above = interval.high is not None and (known.high is None or known.high > interval.high)
+        if name != TOKENS and (interval.low > known.low or above):
+            return name
+    return None

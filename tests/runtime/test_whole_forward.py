@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,12 +11,34 @@ import torch
 
 import piecework as pw
 from piecework.errors import CompileError
+from piecework.graphs.program import Program
 from piecework.graphs.stitched import PiecewiseGraph
 from piecework.runtime.warm_up import WarmUp
 
 from .toy_captures import Affine, Slots, Toy, plain, step, x_of
 
 LIMIT_S = 240.0
+
+
+@pw.split_op(mutates_args=("calls", "out"), name="piecework_whole::counted", capturable=True)
+def counted(x: torch.Tensor, calls: torch.Tensor, out: torch.Tensor) -> None:
+    """Counts its calls, and reads no context."""
+    calls.add_(1)
+    out.copy_(x)
+
+
+class Counting(Affine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        counted(x, self.calls, out)
+        result: torch.Tensor = super().forward(out)
+        return result
+
+
 Make = Callable[..., Any]
 Times = Callable[[Sequence[float] | None], list[Any]]
 
@@ -141,6 +164,98 @@ def test_one_that_is_not_faster_is_left_out_and_counted(
     assert runtime.counters["compiles_whole"] == 2
 
 
+def test_measuring_leaves_the_model_and_the_random_generators_as_they_are(make: Make) -> None:
+    """Without a context of no tokens nothing keeps a split op from writing: then nothing is called on padding."""
+    model = Counting()
+    runtime = make(model)
+    for seed in range(5):
+        runtime.run("decode", {"x": x_of(4, seed)})
+    assert kinds(runtime) == {4: "whole"}
+    assert model.calls.tolist() == [5.0]
+    assert "could not be measured" in runtime.entries[0].why
+    other = make(Affine())
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    run(other, 2)
+    torch.testing.assert_close(torch.rand(2), expected)
+    assert any(event.kind == "measure" for event in other.events)
+
+
+@pytest.mark.parametrize("startup", ["lazy", "tiered"])
+def test_one_that_fails_when_it_is_called_is_left_out(
+    make: Make, monkeypatch: pytest.MonkeyPatch, startup: str
+) -> None:
+    call = Program.__call__
+
+    def broken(program: Any, *arguments: Any) -> Any:
+        if program.kind == "whole":
+            raise RuntimeError("kernel is broken")
+        return call(program, *arguments)
+
+    monkeypatch.setattr(Program, "__call__", broken)
+    runtime = make(Affine(), startup=startup)
+    for num_tokens in (2, 4, 8):
+        run(runtime, num_tokens)
+    if startup == "tiered":
+        until_settled(runtime)
+    assert kinds(runtime) == {2: "general", 4: "general", 8: "general"}
+    assert "fails when it is called on padding (RuntimeError: kernel is broken)" in str(runtime.explain())
+    assert runtime.counters["fallbacks"] == {"whole-forward compile failed: the ordinary program stays": 2}
+
+
+def test_one_that_holds_for_fewer_sizes_than_what_it_would_replace_is_left_out(times: Times) -> None:
+    """Its bucket's other steps would run neither it nor what they ran before."""
+    times([2e-3, 1e-3])
+
+    class Branching(torch.nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x + y.sum(0) if y.shape[0] > 4 else x - y.sum(0)
+
+    config = pw.GraphConfig(
+        decode=pw.PhaseConfig(backend="full", compiler="eager", buckets=(4,)),
+        prefill=pw.PhaseConfig(backend="disabled"),
+        capture_device="tape",
+        enable_torch_compile=True,
+        torch_compile_mode="default",
+    )
+    dims = {"x": {0: "tokens"}, "y": {0: "context"}}
+    with pw.Runtime(Branching(), config, dynamic_dims=dims) as runtime:
+        for length in (5, 3, 3, 3, 5):
+            x, y = x_of(4), torch.randn(length, x_of(4).shape[1])
+            torch.testing.assert_close(runtime.run("decode", {"x": x, "y": y}), Branching()(x, y))
+        assert [entry.program.kind for entry in runtime.entries] == ["eager"]
+        assert runtime.entries[0].why_not_whole == "the whole forward holds for fewer sizes of context"
+        assert runtime.counters["replays"] == 3
+
+
+def test_a_full_disk_is_tried_again(make: Make, times: Times, monkeypatch: pytest.MonkeyPatch) -> None:
+    times([2e-3, 1e-3])
+    monkeypatch.setattr("piecework.runtime.background.BACKOFF_S", 0.001)
+    compile_whole, calls = PiecewiseGraph.compile_whole, []
+
+    def full_at_first(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            raise CompileError("compiler inductor: failed") from OSError(errno.ENOSPC, "No space left on device")
+        return compile_whole(*arguments)
+
+    monkeypatch.setattr(PiecewiseGraph, "compile_whole", full_at_first)
+    runtime = make(Affine(), startup="tiered", torch_compile_max_bs=2)
+    until_settled(runtime)
+    assert kinds(runtime) == {2: "whole", 4: "general", 8: "general"}
+    assert len(calls) == 2
+
+
+def test_nothing_is_compiled_whole_before_it_is_known_to_come(make: Make, times: Times) -> None:
+    times([2e-3, 1e-3])
+    runtime = make(Affine(), startup="tiered", startup_budget=100.0)
+    assert runtime.counters["compiles_general"] > 0
+    assert runtime.counters["compiles_whole"] == 0
+    until_settled(runtime)
+    assert runtime.counters["compiles_whole"] == 2
+
+
 def test_what_cannot_be_measured_is_taken_and_says_so(make: Make, times: Times) -> None:
     times(None)
     runtime = make(Affine())
@@ -183,7 +298,7 @@ def test_under_tiered_each_kind_takes_the_place_of_the_one_before(make: Make, ti
     promoted = [
         (event.scope.bucket, event.detail["from_"], event.detail["to"])
         for event in runtime.events
-        if event.kind == "promote" and event.scope.phase == "decode"
+        if event.kind == "promote" and event.scope.phase == "decode" and event.scope.bucket is not None
     ]
     last = {bucket: to for bucket, _, to in promoted}
     assert last == {2: "whole", 4: "whole", 8: "general"}
