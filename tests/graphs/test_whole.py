@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import itertools
 import re
 from collections.abc import Callable, Mapping
