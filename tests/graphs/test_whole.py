@@ -528,8 +528,8 @@ def check_no_copy(layout: str, *, apart: bool) -> None:
     program, code = compiled_with_code(whole_graph(graph(model, x_of(5)), 5))
     for seed in range(2):
         assert_same(run(program, x_of(5, seed=seed)), run_eager(reference, x_of(5, seed=seed)))
-        layers: Any = zip(list(model.layers), list(reference.layers), strict=True)
-        for ours, theirs in layers:
+        layers: list[Any] = [model.layers, reference.layers]
+        for ours, theirs in zip(*layers, strict=True):
             assert all(torch.equal(getattr(ours, name), getattr(theirs, name)) for name in ours.names)
     assert not large_sizes(code, ROWS)
     assert peak_bytes(lambda: run(program, x_of(5))) < ROWS
