@@ -51,7 +51,11 @@ class _Wish:
 
 
 class Background:
-    """Makes programs for the entries that want better ones, the most valuable first. Thread-safe."""
+    """Makes programs for the entries that want better ones, the most valuable first. Thread-safe.
+
+    Its thread ends when nothing is asked for, and another one begins with the next wish: what it ran on the CPU leaves it
+    threads of OpenMP, and as long as there are more of those than cores, all of the process's hand over work slowly.
+    """
 
     def __init__(
         self,
@@ -102,7 +106,7 @@ class Background:
             self._wishes.setdefault(name, wish)
             if self._thread is None:
                 self._thread = threading.Thread(
-                    target=self._context.run,
+                    target=self._context.copy().run,  # the last one may still be in it
                     args=(_run, weakref.ref(self), self._changed),
                     name="piecework-background",
                     daemon=True,
@@ -136,12 +140,16 @@ class Background:
             thread.join(timeout_s)
 
     def work(self) -> float | None:
-        """Fulfils one wish. Returns how long to wait before the next look, in seconds; None: this is the end."""
+        """Fulfils one wish. Returns how long to wait before the next look, in seconds; None: the thread is to end."""
         with self._changed:
             if self._closed:
                 return None
             now = time.monotonic()
             self._drop_fulfilled()
+            if not self._wishes:
+                self._thread = None
+                self._changed.notify_all()
+                return None
             ready = {name: wish for name, wish in self._wishes.items() if wish.not_before <= now}
             if not ready:
                 self._changed.notify_all()

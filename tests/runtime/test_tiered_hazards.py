@@ -189,15 +189,39 @@ def test_wait_settled_ends_where_only_a_step_helps(make: Make) -> None:
     assert runtime.wait_settled()
 
 
-def test_a_runtime_that_nobody_holds_goes_with_its_model_and_its_thread(make: Make) -> None:
+def test_the_thread_ends_when_nothing_is_asked_for(make: Make) -> None:
+    """Its threads of OpenMP would make every operator on a CPU slower for as long as it lives."""
+    runtime = make(Toy())
+    threads = []
+    for num_tokens in (4, 8):
+        step(runtime, num_tokens)
+        thread = runtime._tiering.background._thread
+        if thread is not None:
+            threads.append(thread)
+        while not runtime.settled:
+            step(runtime, num_tokens)
+            runtime._tiering.background.wait(0.01)
+        for each in threads:
+            each.join(LIMIT_S)
+            assert not each.is_alive()
+        assert runtime._tiering.background._thread is None
+    assert threads
+    assert [entry.program.kind for entry in runtime.entries] == ["general", "general"]
+
+
+def test_a_runtime_that_nobody_holds_goes_with_its_model_and_its_thread(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = config_of("full", "aot_eager", startup="tiered", compile_workers=0)
     model = Toy()
+    hold = Hold(monkeypatch, WorkerBuilder, "precompile")
     runtime = pw.Runtime(model, config, dynamic_dims={"x": 0})
     step(runtime, 4)
-    while not runtime._tiering.background.is_idle:  # type: ignore[union-attr]
-        runtime.wait_settled(0.1)
+    assert hold.arrived.wait(LIMIT_S)
     thread = runtime._tiering.background._thread  # type: ignore[union-attr]
+    assert thread is not None
     held = weakref.ref(model)
+    hold.open.set()
     del runtime, model
     for _ in range(200):
         gc.collect()
