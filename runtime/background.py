@@ -53,8 +53,8 @@ class _Wish:
 class Background:
     """Makes programs for the entries that want better ones, the most valuable first. Thread-safe.
 
-    Its thread ends when nothing is asked for, and another one begins with the next wish: what it ran on the CPU leaves it
-    threads of OpenMP, and as long as there are more of those than cores, all of the process's hand over work slowly.
+    Its thread ends when nothing is asked for, and another one begins with the next wish: what it ran on the CPU leaves
+    it threads of OpenMP, and as long as there are more of those than cores, all of the process's hand over work slowly.
     """
 
     def __init__(
