@@ -362,6 +362,8 @@ def test_eager_compiles_before_ready_lazy_inside_steps_and_tiered_in_neither(
     assert tiered["promotions"] == sum(event["kind"] == "promote" for event in tiered["events"]) > 0
     assert not any(event["in_step"] for event in tiered["events"] if event["kind"].startswith(("trace", "compile")))
     assert [result["conditions"]["config"].pop("startup") for result in results] == ["eager", "lazy", "tiered"]
+    casts = [result["conditions"]["config"].pop("emulate_precision_casts") for result in results]
+    assert casts == [False, False, True], "what a policy decides where nobody has said"
     assert eager["conditions"] == lazy["conditions"] == tiered["conditions"]
     assert eager["conditions"]["model"]["path"] == str(model)
     assert out == report.table(json.loads(files["json"].read_text())) + "\n"
