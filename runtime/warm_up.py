@@ -136,11 +136,12 @@ class WarmUp:
             return
         if self._may_write([program]):
             return
-        if not program.holds_at({**free_sizes(signature), TOKENS: size}):
+        padding = step_of_padding(bound, self._examples, self._contract)
+        if not program.holds_at({**padding.sizes, TOKENS: size}):
             return
         started = time.perf_counter()
         try:
-            with self._on_padding(bound, size, recorder) as call:
+            with self._on_padding(padding, size, recorder) as call:
                 call(program)
         except Exception as error:  # a step finds out, and says so
             recorder.record(
@@ -164,9 +165,12 @@ class WarmUp:
         if any(writes) or self._may_write(programs) or under_ambient_state(signature) != signature:
             return None
         gpus = [device for _, _, device, _ in signature.tensors if device.type == "cuda"]
+        padding = step_of_padding(bound, self._examples, self._contract)
+        if not all(program.holds_at({**padding.sizes, TOKENS: size}) for program in programs):
+            return None
         *others, last = programs
         try:
-            with torch.random.fork_rng(gpus), self._on_padding(bound, size, recorder) as call:
+            with torch.random.fork_rng(gpus), self._on_padding(padding, size, recorder) as call:
                 for program in others:
                     call(program)
                 try:
@@ -189,10 +193,9 @@ class WarmUp:
 
     @contextlib.contextmanager
     def _on_padding(
-        self, bound: BoundInputs, size: int, recorder: Recorder
+        self, padding: BoundInputs, size: int, recorder: Recorder
     ) -> Iterator[Callable[[AnyProgram], object]]:
         """Lets programs be called on `size` rows of nothing but padding; on CUDA on a stream of their own."""
-        padding = step_of_padding(bound, self._examples, self._contract)
         sizes = {**padding.sizes, TOKENS: size}
         devices = {tensor.device for tensor in padding.tensors.values() if tensor.is_cuda}
         with _streams_of_its_own(devices):

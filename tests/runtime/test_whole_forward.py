@@ -229,6 +229,26 @@ def test_one_that_holds_for_fewer_sizes_than_what_it_would_replace_is_left_out(t
         assert runtime.counters["replays"] == 3
 
 
+def test_padding_of_sizes_at_which_a_program_does_not_hold_measures_nothing() -> None:
+    """Dims other than tokens are as long in padding as in the example inputs."""
+
+    class Branching(torch.nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x + y.sum(0) if y.shape[0] > 4 else x - y.sum(0)
+
+    config = pw.GraphConfig(decode=pw.PhaseConfig(compiler="aot_eager", buckets=(4,)))
+    dims = {"x": {0: "tokens"}, "y": {0: "context"}}
+    x = x_of(4)
+    for length, is_measured in ((3, False), (6, True)):
+        examples = {"x": x, "y": torch.ones(length, x.shape[1])}
+        with pw.Runtime(Branching(), config, dynamic_dims=dims, example_inputs=examples) as runtime:
+            runtime.run("decode", {"x": x, "y": torch.ones(5, x.shape[1])})
+            (entry,) = runtime.entries
+            assert entry.program.kind == "general"
+            times = runtime._warm_up.seconds([entry.program], entry.signature, 4, runtime._recorder)
+            assert (times is not None) is is_measured
+
+
 def test_a_full_disk_is_tried_again(make: Make, times: Times, monkeypatch: pytest.MonkeyPatch) -> None:
     times([2e-3, 1e-3])
     monkeypatch.setattr("piecework.runtime.background.BACKOFF_S", 0.001)
