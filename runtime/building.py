@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 
 PREPARE_AFTER_S = 10.0
-"""Imports begin when no kernel is being compiled, which steps wait for, or after so many seconds."""
+"""Imports begin when neither the first step runs nor a kernel is being compiled that steps wait for, or after so many
+seconds."""
 _LOOK_S = 0.1
 MAX_TRACES_LOST = 3
 """After so many the factory is not asked again."""
@@ -212,7 +213,7 @@ class WorkerBuilder:
             job = self._workers.trace(self._factory, request)
             if has_artifacts(family.compiler) and not self._is_prepared:
                 until = time.monotonic() + PREPARE_AFTER_S
-                while not job.done() and time.monotonic() < until and not self._kernels.wait_idle(_LOOK_S):
+                while not job.done() and time.monotonic() < until and self._is_step_waiting():
                     pass
                 self._prepare()
             content = job.result()
@@ -241,6 +242,13 @@ class WorkerBuilder:
         recorder.counters.add("regions_reused", graph.traced.regions_reused, recorder.scope)
         record_remarks(program.remarks, recorder)
         return graph
+
+    def _is_step_waiting(self) -> bool:
+        """Looks for a while whether imports would hold up what the first answers wait for."""
+        if self._gate.is_in_first:
+            time.sleep(_LOOK_S)
+            return True
+        return not self._kernels.wait_idle(_LOOK_S)
 
     def _prepare(self) -> None:
         """Imports what binding and loading will need, while a worker is at work; once is enough."""

@@ -17,6 +17,8 @@ from typing import Any
 
 PATIENCE_S = 0.025
 """How long a module waits for the step that runs: in a server without a pause the imports go on nevertheless."""
+FIRST_PATIENCE_S = 1.5
+"""How long for the first step, which takes long by itself: beside the imports it takes three times as long."""
 TOTAL_PATIENCE_S = 3.0
 """How long all modules of a round wait together: other threads may need what is being imported."""
 _LOOK_S = 0.001
@@ -34,6 +36,11 @@ class StepGate:
         """Whether a step has begun and not ended."""
         return self.num_begun != self.num_ended
 
+    @property
+    def is_in_first(self) -> bool:
+        """Whether the first step has begun and not ended."""
+        return self.num_begun > 0 and not self.num_ended
+
 
 class _Waiter:
     """Lets one thread wait for a gate."""
@@ -47,7 +54,8 @@ class _Waiter:
     def wait(self) -> None:
         """Returns when no step is in its Python, or after a while."""
         gate, began = self._gate, time.monotonic()
-        until = began + min(PATIENCE_S, self._left_s)
+        patience_s = FIRST_PATIENCE_S if gate.is_in_first else PATIENCE_S
+        until = began + min(patience_s, self._left_s)
         while gate.is_busy and gate.num_begun != self._waited_for:
             if time.monotonic() >= until:
                 self._waited_for = gate.num_begun  # it may be waiting for the very import
@@ -69,7 +77,7 @@ _ours: Any = None
 def imports_between_steps(gate: StepGate) -> Iterator[None]:
     """Inside, what this thread imports is imported a module at a time, each when no step is in its Python.
 
-    A module waits for `PATIENCE_S` at most, and once for a step that goes on. Other threads import as always. There is
+    A module waits for `PATIENCE_S` at most, for the first step longer, and once for a step that goes on. Other threads import as always. There is
     no other hook that is called without a lock: `builtins.__import__` is another one meanwhile.
     """
     global _theirs, _ours

@@ -287,9 +287,9 @@ class Runtime:
                     self._tiering.before_step()
                 return self._step(phase, inputs, context, copy)
         finally:
-            gate.num_ended = gate.num_begun
             if kernels.holds:
-                kernels.begin_held()
+                kernels.begin_held()  # whoever looks at both finds one of them busy
+            gate.num_ended = gate.num_begun
 
     def _step(self, phase: Phase | str, inputs: Mapping[str, Any], context: object, copy: bool) -> Any:
         if self.config.debug_captures:

@@ -81,23 +81,42 @@ def test_without_a_pause_imports_go_on(modules: Callable[[str], str]) -> None:
     assert thread.imported == names
 
 
+@pytest.mark.parametrize("num_before", [0, 5])
 def test_a_step_that_waits_for_an_import_waits_once(
-    modules: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+    modules: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, num_before: int
 ) -> None:
     """A package of a hundred modules must not cost the step a hundred times the patience."""
     waits: list[float] = []
-    monkeypatch.setattr(import_turns, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(import_turns, "PATIENCE_S" if num_before else "FIRST_PATIENCE_S", 0.1)
     monkeypatch.setattr(import_turns, "_LOOK_S", 0.01)
     sleep = time.sleep
     monkeypatch.setattr(import_turns.time, "sleep", lambda s: (waits.append(s), sleep(s)))
     parts = [modules("") for _ in range(20)]
     package = modules("".join(f"import {part}\n" for part in parts))
     gate = StepGate()
-    gate.num_begun += 1
+    gate.num_ended, gate.num_begun = num_before, num_before + 1
     thread = Importing(gate, [package])
     thread.join(60)
     assert thread.imported == [package]
     assert sum(waits) < 0.3
+
+
+def test_imports_wait_longer_for_the_first_step(
+    modules: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes long by itself; a later one that takes as long does not hold them up."""
+    monkeypatch.setattr(import_turns, "PATIENCE_S", 0.001)
+    monkeypatch.setattr(import_turns, "FIRST_PATIENCE_S", 60.0)
+    monkeypatch.setattr(import_turns, "TOTAL_PATIENCE_S", 60.0)
+    gate, names = StepGate(), [modules(""), modules("")]
+    gate.num_begun = 1
+    thread = Importing(gate, names)
+    threading.Event().wait(0.05)
+    assert thread.imported == []
+    gate.num_ended = 1
+    gate.num_begun = 2
+    thread.join(60)
+    assert thread.imported == names
 
 
 def test_whatever_is_put_in_front_meanwhile_goes_on_working(modules: Callable[[str], str]) -> None:

@@ -14,6 +14,8 @@ import re
 import subprocess
 import sys
 import time
+import traceback
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,7 +69,7 @@ def start(device: str, cache_dir: str) -> dict[str, Any]:
     with torch.inference_mode():
         expected = model(x)
         model.cache.zero_()
-    num_benchmarks = count_benchmarks()
+    benchmarks = watch_benchmarks()
     config = pw.GraphConfig(
         prefill={"backend": "disabled"},
         decode={"backend": "full", "buckets": (NUM_TOKENS,)},
@@ -81,7 +83,8 @@ def start(device: str, cache_dir: str) -> dict[str, Any]:
         seconds = time.perf_counter() - started
         compiles = [event for event in runtime.events if event.kind == "compile_whole"]
         return {
-            "num_benchmarks": num_benchmarks(),
+            "num_benchmarks": sum(benchmarks.values()),
+            "benchmarks": dict(benchmarks),
             "seconds": seconds,
             "compile_s": sum(event.seconds for event in compiles),
             "compiles_whole": runtime.counters["compiles_whole"],
@@ -90,17 +93,17 @@ def start(device: str, cache_dir: str) -> dict[str, Any]:
         }
 
 
-def count_benchmarks() -> Any:
-    """Counts from now on how often Inductor tries a kernel out in this process; returns what says how often."""
+def watch_benchmarks() -> Counter[str]:
+    """Counts from now on how often Inductor tries a kernel out in this process, by who asks for it."""
     from torch._inductor.runtime.benchmarking import benchmarker
 
-    count = 0
+    seen: Counter[str] = Counter()
     names = [name for name in dir(type(benchmarker)) if name.startswith("benchmark")]
 
     def counted(call: Any) -> Any:
         def benchmark(*arguments: Any, **options: Any) -> Any:
-            nonlocal count
-            count += 1
+            frames = traceback.extract_stack(limit=7)[:-1]
+            seen[" < ".join(f"{Path(f.filename).name}:{f.name}" for f in reversed(frames))] += 1
             return call(*arguments, **options)
 
         return benchmark
@@ -108,7 +111,7 @@ def count_benchmarks() -> Any:
     for name in names:
         if callable(getattr(benchmarker, name)):
             setattr(benchmarker, name, counted(getattr(benchmarker, name)))
-    return lambda: count
+    return seen
 
 
 def start_twice(device: str, cache_dir: Path, timeout_s: float = 240.0) -> tuple[dict[str, Any], dict[str, Any]]:
