@@ -11,7 +11,9 @@ second 60. Then each bucket runs alone for its steady time. Plain torch.compile 
 own for each bucket; a bucket that did not come before second 36 is not begun, and not in its numbers.
 
 `beside_workers` compares replays of the eager forward while a worker compiles with the same replays alone, in the same
-process after the runtime is closed: each decode step as a multiple of its bucket's median alone. `delayed` lists steps
+process after the runtime is closed: each decode step as a multiple of its bucket's median alone. The policy
+`tiered+whole`, which runs when it is named, also compiles the whole forward of decode bucket 1, and compares replays of
+the general program of the other buckets while a worker tries kernels out. `delayed` lists steps
 that took over 50 ms longer than their own kind does; where fewer than three of a kind came, that waited so long for
 events.
 `causes` are seconds by kind of event, and by who waited: before ready, a step, or nobody.
@@ -35,7 +37,7 @@ from typing import Any
 import torch
 from report import NOT_BEGUN, Deadline, attempt, conditions, count, in_short, write_json
 from startup_numbers import against, row_of
-from startup_spec import POLICIES, Spec
+from startup_spec import POLICIES, WHOLE, Spec
 
 from piecework.runtime.bench.fresh import CACHE_VARIABLES
 
@@ -101,8 +103,8 @@ def main(arguments: list[str] | None = None) -> int:
 def policies_of(text: str) -> tuple[str, ...]:
     """Names with commas. Raises: argparse.ArgumentTypeError: one is none of them."""
     names = tuple(name.strip() for name in text.split(","))
-    if unknown := sorted(set(names) - set(POLICIES)):
-        raise argparse.ArgumentTypeError(f"expected some of {', '.join(POLICIES)}, got {', '.join(unknown)}")
+    if unknown := sorted(set(names) - {*POLICIES, WHOLE}):
+        raise argparse.ArgumentTypeError(f"expected some of {', '.join((*POLICIES, WHOLE))}, got {', '.join(unknown)}")
     return names
 
 

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from llama import Llama
 from report import write_json
-from startup_spec import COMPILED, PLAIN, Bucket, Spec, schedule
+from startup_spec import COMPILED, PLAIN, WHOLE, Bucket, Spec, schedule
 from startup_steps import OurSteps, PlainSteps, Steps
 
 from piecework.runtime.bench.measures import events_as_data
 
+COMPILERS_BESIDE = {"tiered": "eager", WHOLE: None}
+"""Policy -> what made the programs that ran while workers were at it; None: what the phases ask for."""
 NEW_UNTIL = 0.6
 """The share of the time before the cap in which a bucket may begin whose first step takes long."""
 
@@ -54,9 +56,9 @@ class Child:
         self._note_events(steps)  # what came after the cap is in it, too
         self._write()
         steps.close()
-        if self.spec.policy == "tiered":
-            # The same captured eager forwards with nobody beside them: what steps beside the workers compare with.
-            alone = OurSteps(self.spec, self.llama, "lazy", "eager")
+        if self.spec.policy in COMPILERS_BESIDE:
+            # The same programs with nobody beside them: what steps beside the workers compare with.
+            alone = OurSteps(self.spec, self.llama, "lazy", COMPILERS_BESIDE[self.spec.policy] or self.compiler)
             alone.begin()
             self.result["alone_ms"] = self._steady(alone, "decode")
             alone.close()

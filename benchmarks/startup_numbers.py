@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from startup_spec import Spec
+from startup_spec import WHOLE, WHOLE_MAX_BS, Spec
 
 from piecework.runtime.bench.measures import CHANGES, percentile
 
@@ -23,8 +23,8 @@ CAUSES = {
     "worker_job": "jobs of workers",
 }
 """Kind of event -> what its seconds are called."""
-CAPTURED_EAGER = "eager, replayed"
-"""The state of a step that replays the captured eager forward."""
+STATES_BESIDE = {"tiered": "eager, replayed", WHOLE: "general, replayed"}
+"""The state of a step that replays what does not change while workers are at it."""
 
 Json = dict[str, Any]
 
@@ -56,7 +56,7 @@ def row_of(seen: Json, spec: Spec) -> Json:
         row["counters"] = seen["counters"]
     if "alone_ms" in seen:
         row["alone_ms"] = {bucket: statistics.median(times) for bucket, times in seen["alone_ms"].items()}
-        row |= beside_workers(steps, events, seen["alone_ms"])
+        row |= beside_workers(steps, events, seen["alone_ms"], seen["policy"])
     return row
 
 
@@ -133,15 +133,24 @@ def first_steps_s(steps: Sequence[Json], steady_ms: Mapping[str, float]) -> floa
     return sum(seconds - steady_ms.get(bucket, 0.0) / 1e3 for bucket, seconds in seen.items())
 
 
-def beside_workers(steps: Sequence[Json], events: Sequence[Json], alone_ms: Mapping[str, Sequence[float]]) -> Json:
-    """Decode replays of the eager forward while a worker compiled, as multiples of their bucket's median alone."""
+def beside_workers(
+    steps: Sequence[Json], events: Sequence[Json], alone_ms: Mapping[str, Sequence[float]], policy: str
+) -> Json:
+    """Decode replays while a worker compiled, as multiples of their bucket's median alone.
+
+    They are of the eager forward, or of the general program while a worker tried out the kernels of a whole forward.
+    """
     jobs = [(event["at_s"] - event["seconds"], event["at_s"]) for event in events if event["kind"] == "worker_job"]
+    if policy == WHOLE:  # the last one, which is at it to the end if it has not ended
+        last_s = max((event["at_s"] for event in events if event["kind"] == "compile_general"), default=0.0)
+        jobs = [(last_s, max((event["at_s"] for event in events if event["kind"] == "compile_whole"), default=1e9))]
     medians = {bucket: statistics.median(times) / 1e3 for bucket, times in alone_ms.items()}
     beside = [
         step["seconds"] / medians[f"{step['phase']} {step['bucket']}"]
         for step in steps
-        if step["state"] == CAPTURED_EAGER
+        if step["state"] == STATES_BESIDE[policy]
         and step["phase"] == "decode"
+        and (policy != WHOLE or step["bucket"] > WHOLE_MAX_BS)
         and any(begun <= step["at_s"] - step["seconds"] and step["at_s"] <= ended for begun, ended in jobs)
     ]
     alone = [time / 1e3 / medians[bucket] for bucket, times in alone_ms.items() for time in times]

@@ -11,7 +11,12 @@ from llama import BLOCK_SIZE
 Bucket = tuple[str, int]
 """A phase and a number of tokens."""
 PLAIN, COMPILED = "plain eager", "plain torch.compile"
+WHOLE = "tiered+whole"
+WHOLE_MAX_BS = 1
+"""Under `WHOLE`, the decode buckets up to it get a whole forward, which tries kernels out for the better part of the
+run; the others are what runs beside that."""
 POLICIES = ("tiered", "eager", "lazy", COMPILED, PLAIN)
+"""What a run compares unless it is asked for others; `WHOLE` is one of those."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

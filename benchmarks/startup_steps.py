@@ -10,7 +10,7 @@ import torch
 from llama import BLOCK_SIZE, Llama
 from plain_model import PlainModel
 from startup_model import factory
-from startup_spec import Bucket, Spec
+from startup_spec import WHOLE, WHOLE_MAX_BS, Bucket, Spec
 from torch.nn import functional as F
 
 import piecework as pw
@@ -69,7 +69,10 @@ class OurSteps(Steps):
             "decode": pw.PhaseConfig(compiler=compiler, buckets=spec.decode),
         }
         device = "auto" if llama.device.type == "cuda" else "tape"
-        config = pw.GraphConfig(**phases, startup=startup, capture_device=device)
+        whole: dict[str, Any] = {}
+        if startup == WHOLE:
+            startup, whole = "tiered", {"enable_torch_compile": True, "torch_compile_max_bs": WHOLE_MAX_BS}
+        config = pw.GraphConfig(**phases, startup=startup, capture_device=device, **whole)
         example = torch.zeros(2, dtype=torch.int64, device=llama.device)
         nothing = AttentionContext.build(
             query_lens=(), seq_lens=(), block_tables=(), block_size=BLOCK_SIZE, device=llama.device

@@ -77,8 +77,9 @@ _ours: Any = None
 def imports_between_steps(gate: StepGate) -> Iterator[None]:
     """Inside, what this thread imports is imported a module at a time, each when no step is in its Python.
 
-    A module waits for `PATIENCE_S` at most, for the first step longer, and once for a step that goes on. Other threads import as always. There is
-    no other hook that is called without a lock: `builtins.__import__` is another one meanwhile.
+    A module waits for `PATIENCE_S` at most, for the first step longer, and once for a step that goes on. Other threads
+    import as always. There is no other hook that is called without a lock: `builtins.__import__` is another one
+    meanwhile.
     """
     global _theirs, _ours
     me = threading.get_ident()

@@ -276,6 +276,10 @@ def test_a_restart_reuses_what_was_tried_out(gpu: Any, tmp_path: Path) -> None:
     assert first["compiles_whole"] == again["compiles_whole"] == 1
     assert max(first["difference"], again["difference"]) < 1e-4
     assert first["num_benchmarks"] > 0
-    assert again["num_benchmarks"] == 0, again["benchmarks"]
+    if torch.__version__ < (2, 13):
+        # It forgets which of the kernels that it loads were tuned, and tunes those again whose first form was the best.
+        assert again["num_benchmarks"] < first["num_benchmarks"] / 5, again["benchmarks"]
+    else:
+        assert again["num_benchmarks"] == 0, again["benchmarks"]
     assert again["compile_s"] < first["compile_s"]
     assert again["inductor"] == str(tmp_path / "cache" / "inductor")

@@ -101,9 +101,7 @@ def test_a_step_that_waits_for_an_import_waits_once(
     assert sum(waits) < 0.3
 
 
-def test_imports_wait_longer_for_the_first_step(
-    modules: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_imports_wait_longer_for_the_first_step(modules: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes long by itself; a later one that takes as long does not hold them up."""
     monkeypatch.setattr(import_turns, "PATIENCE_S", 0.001)
     monkeypatch.setattr(import_turns, "FIRST_PATIENCE_S", 60.0)
