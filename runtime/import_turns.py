@@ -17,9 +17,10 @@ from typing import Any
 
 PATIENCE_S = 0.025
 """How long a module waits for the step that runs: in a server without a pause the imports go on nevertheless."""
-FIRST_PATIENCE_S = 1.5
-"""How long for the first step, which takes long by itself: beside the imports it takes three times as long."""
-TOTAL_PATIENCE_S = 3.0
+LONG_PATIENCE_S = 1.5
+"""How long for a step that is long: beside imports, which want the interpreter all the time, it takes three times that.
+"""
+TOTAL_PATIENCE_S = 5.0
 """How long all modules of a round wait together: other threads may need what is being imported."""
 _LOOK_S = 0.001
 
@@ -30,6 +31,8 @@ class StepGate:
     def __init__(self) -> None:
         self.num_begun = 0
         self.num_ended = 0
+        self.is_at_boundary = False
+        """Whether the step does what is due before it, such as a capture."""
 
     @property
     def is_busy(self) -> bool:
@@ -40,6 +43,11 @@ class StepGate:
     def is_in_first(self) -> bool:
         """Whether the first step has begun and not ended."""
         return self.num_begun > 0 and not self.num_ended
+
+    @property
+    def is_long(self) -> bool:
+        """Whether the step runs all operators of a model in a way that takes long: the first time, or for a capture."""
+        return self.is_at_boundary or self.is_in_first
 
 
 class _Waiter:
@@ -54,10 +62,9 @@ class _Waiter:
     def wait(self) -> None:
         """Returns when no step is in its Python, or after a while."""
         gate, began = self._gate, time.monotonic()
-        patience_s = FIRST_PATIENCE_S if gate.is_in_first else PATIENCE_S
-        until = began + min(patience_s, self._left_s)
         while gate.is_busy and gate.num_begun != self._waited_for:
-            if time.monotonic() >= until:
+            patience_s = LONG_PATIENCE_S if gate.is_long else PATIENCE_S
+            if time.monotonic() >= began + min(patience_s, self._left_s):
                 self._waited_for = gate.num_begun  # it may be waiting for the very import
                 break
             time.sleep(_LOOK_S)
@@ -77,7 +84,7 @@ _ours: Any = None
 def imports_between_steps(gate: StepGate) -> Iterator[None]:
     """Inside, what this thread imports is imported a module at a time, each when no step is in its Python.
 
-    A module waits for `PATIENCE_S` at most, for the first step longer, and once for a step that goes on. Other threads
+    A module waits for `PATIENCE_S` at most, for a long step longer, and once for a step that goes on. Other threads
     import as always. There is no other hook that is called without a lock: `builtins.__import__` is another one
     meanwhile.
     """

@@ -284,12 +284,14 @@ class Runtime:
         try:
             with defer_compiles(kernels.submit):
                 if self._tiering.promotions.is_due:
+                    gate.is_at_boundary = True
                     self._tiering.before_step()
+                    gate.is_at_boundary = False
                 return self._step(phase, inputs, context, copy)
         finally:
             if kernels.holds:
                 kernels.begin_held()  # whoever looks at both finds one of them busy
-            gate.num_ended = gate.num_begun
+            gate.num_ended, gate.is_at_boundary = gate.num_begun, False
 
     def _step(self, phase: Phase | str, inputs: Mapping[str, Any], context: object, copy: bool) -> Any:
         if self.config.debug_captures:

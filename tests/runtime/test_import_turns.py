@@ -87,7 +87,7 @@ def test_a_step_that_waits_for_an_import_waits_once(
 ) -> None:
     """A package of a hundred modules must not cost the step a hundred times the patience."""
     waits: list[float] = []
-    monkeypatch.setattr(import_turns, "PATIENCE_S" if num_before else "FIRST_PATIENCE_S", 0.1)
+    monkeypatch.setattr(import_turns, "PATIENCE_S" if num_before else "LONG_PATIENCE_S", 0.1)
     monkeypatch.setattr(import_turns, "_LOOK_S", 0.01)
     sleep = time.sleep
     monkeypatch.setattr(import_turns.time, "sleep", lambda s: (waits.append(s), sleep(s)))
@@ -101,18 +101,21 @@ def test_a_step_that_waits_for_an_import_waits_once(
     assert sum(waits) < 0.3
 
 
-def test_imports_wait_longer_for_the_first_step(modules: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes long by itself; a later one that takes as long does not hold them up."""
+@pytest.mark.parametrize("is_first", [True, False])
+def test_imports_wait_longer_for_a_long_step(
+    modules: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, is_first: bool
+) -> None:
+    """The first one, or one that captures; another one that takes as long does not hold them up."""
     monkeypatch.setattr(import_turns, "PATIENCE_S", 0.001)
-    monkeypatch.setattr(import_turns, "FIRST_PATIENCE_S", 60.0)
+    monkeypatch.setattr(import_turns, "LONG_PATIENCE_S", 60.0)
     monkeypatch.setattr(import_turns, "TOTAL_PATIENCE_S", 60.0)
     gate, names = StepGate(), [modules(""), modules("")]
-    gate.num_begun = 1
+    gate.num_begun, gate.num_ended, gate.is_at_boundary = (1, 0, False) if is_first else (6, 5, True)
     thread = Importing(gate, names)
     threading.Event().wait(0.05)
     assert thread.imported == []
-    gate.num_ended = 1
-    gate.num_begun = 2
+    gate.num_ended, gate.is_at_boundary = gate.num_begun, False
+    gate.num_begun += 1
     thread.join(60)
     assert thread.imported == names
 
@@ -192,6 +195,27 @@ def test_a_runtime_says_when_a_step_runs() -> None:
         with pytest.raises(RuntimeError, match="no"):
             runtime.run("decode", {"x": x_of(4, 0)})
         assert (seen, gate.is_busy, gate.num_begun) == ([True, True], False, 2)
+
+
+def test_a_runtime_says_when_a_step_is_long() -> None:
+    """The first one, and a boundary that captures; not what runs between, nor the replays."""
+    seen: list[bool] = []
+
+    class Watching(Affine):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(runtime._tiering.gate.is_long)  # type: ignore[union-attr]
+            result: torch.Tensor = super().forward(x)
+            return result
+
+    config = config_of("full", "eager", startup="tiered", compile_workers=0)
+    with pw.Runtime(Watching(), config, dynamic_dims={"x": 0}) as runtime:
+        for seed in range(3):
+            runtime.run("decode", {"x": x_of(4, seed)})
+        assert runtime.counters["captures"] == 1
+        assert runtime.counters["replays"] >= 1
+        assert len(seen) >= 2
+        assert all(seen)
+        assert not runtime._tiering.gate.is_long  # type: ignore[union-attr]
 
 
 def test_threads_come_and_go_in_any_order(modules: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,10 @@ from piecework.graphs.inputs import InputContract
 from piecework.graphs.outputs import OutputContract
 from piecework.graphs.portable import PortableProgram
 from piecework.graphs.recorder import NullRecorder
+from piecework.graphs.stitched import PiecewiseGraph
+from piecework.graphs.whole import whole_graph
+from piecework.ops.attention_context import AttentionContext
+from piecework.ops.context import use_context
 from piecework.ops.fused_choice import choose
 from piecework.phases import Compiler
 from piecework.runtime import workers
@@ -37,7 +41,7 @@ from piecework.runtime.workers import WorkerPool
 
 from ..graphs.artifact_models import portable_of
 from ..graphs.portable_models import CASES, made, results
-from ..graphs.toys import assert_same, run_eager
+from ..graphs.toys import assert_same, run_eager, trace_model
 
 LIMIT_S = 240.0
 """For what takes seconds; two busy cores may take ten times as long."""
@@ -144,8 +148,47 @@ def test_an_operator_that_the_worker_cannot_import(
 
 def test_modules_that_define_operators_are_told() -> None:
     names = [*workers._defining_modules()]
-    assert "tests.graphs.toys" in names
-    assert not [name for name in names if name.startswith(("piecework.", "torch", "__main__"))]
+    assert {"tests.graphs.toys", "piecework.ops.attention"} <= {*names}
+    assert not [name for name in names if name.startswith(("torch", "__main__"))]
+
+
+class _Attends(torch.nn.Module):
+    """Calls Piecework's own split op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("k_cache", "v_cache"):
+            self.register_buffer(name, torch.zeros(4, 16, 1, 8), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.unflatten(-1, (1, 8))
+        out = torch.empty_like(y)
+        torch.ops.piecework.paged_attention(y, y, y, self.k_cache, self.v_cache, out, 0.5)
+        return out.flatten(1) + 1
+
+
+def test_a_worker_compiles_a_whole_forward_around_attention(pool: WorkerPool) -> None:
+    """It has not traced the model: what defines the split op is imported for the job."""
+    dims = {"x": {0: "tokens"}}
+    inputs = {"x": torch.ones(4, 8)}
+    model = _Attends()
+    graph = PiecewiseGraph.from_trace(trace_model(model, inputs, dims), InputContract(dims))
+    whole = whole_graph(graph, 4)
+    signature = InputContract(dims).bind(inputs).signature
+    content = PortableProgram.from_graph(whole, signature).to_bytes()
+    built = whole.built(whole.split.pieces[0])
+    job = pool.compile(content, built.fingerprint, compiler=INDUCTOR, bucket=None, mode="default")
+    options = CompilerOptions(emulate_precision_casts=True, mode="default")
+    compiled = load_piece(job.result(LIMIT_S), built, INDUCTOR, options=options)
+    program = whole.compile_general(INDUCTOR, {(built.fingerprint, INDUCTOR): compiled}, NullRecorder())
+    assert whole.num_compiles == 0
+    context = AttentionContext.build(
+        query_lens=[4], seq_lens=[4], block_tables=[[0]], block_size=16, device=torch.device("cpu")
+    )
+    with torch.inference_mode(), use_context(context):
+        result = program({"x": torch.randn(4, 8)}, {"tokens": 4})
+        assert result.shape == (4, 8)
+    assert model.k_cache[0, :4].any()
 
 
 def test_a_worker_traces(pool: WorkerPool) -> None:
