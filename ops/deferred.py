@@ -18,10 +18,35 @@ Submit = Callable[[Hashable, Compile], None]
 """`submit(key, compile)` returns at once and has `compile` run some time, in another thread. One that it was given
 before, by its key, may come again, since a scope sees one step only: then it does nothing."""
 
-_SUBMIT: ContextVar[Submit | None] = ContextVar("piecework_defer_compiles", default=None)
 
-deferring: Callable[[], Submit | None] = _SUBMIT.get
+class Deferred:
+    """What takes compiles in one scope; called as `Submit` is, which gets each key once."""
+
+    def __init__(self, submit: Submit) -> None:
+        self._submit = submit
+        self._given: set[Hashable] = set()
+        self.awaited: set[Hashable] = set()
+        """Keys of what operators did without here: what a capture of the same calls waits for."""
+
+    def __call__(self, key: Hashable, compile: Compile, *, ahead: bool = False) -> None:
+        """`ahead`: nothing here does without it; it is for calls that are to be expected."""
+        if not ahead:
+            self.awaited.add(key)
+        if key not in self._given:
+            self._submit(key, compile)
+            self._given.add(key)
+
+
+_DEFERRED: ContextVar[Deferred | None] = ContextVar("piecework_defer_compiles", default=None)
+
+deferring: Callable[[], Deferred | None] = _DEFERRED.get
 """What takes compiles here, or None where they are waited for. Inside operator bodies only: Dynamo cannot trace it."""
+
+
+def awaited() -> frozenset[Hashable]:
+    """Keys of the compiles that this scope has done without so far; none where there is no scope."""
+    deferred = _DEFERRED.get()
+    return frozenset(deferred.awaited) if deferred is not None else frozenset()
 
 
 @contextlib.contextmanager
@@ -32,15 +57,8 @@ def defer_compiles(submit: Submit) -> Iterator[None]:
     the capture is worth another attempt later. What an operator does in place of what it will do may round differently.
     The scope changes nothing of what other code compiles: only operators that ask `deferring`.
     """
-    submitted: set[Hashable] = set()
-
-    def submit_once(key: Hashable, compile: Compile) -> None:
-        if key not in submitted:
-            submit(key, compile)
-            submitted.add(key)
-
-    token = _SUBMIT.set(submit_once)
+    token = _DEFERRED.set(Deferred(submit))
     try:
         yield
     finally:
-        _SUBMIT.reset(token)
+        _DEFERRED.reset(token)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -89,6 +89,8 @@ class Slot:
     """The debug mode: plain attributes of the model's modules that it has frozen."""
     waits: bool = False
     """Whether it can be captured, and waits for a boundary between two steps."""
+    awaited: frozenset[Hashable] = frozenset()
+    """Keys of the compiles that it waits for, too."""
     refused: str | None = None
     """Why there will be no capture any more."""
     num_bytes: int = 0

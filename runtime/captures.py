@@ -27,6 +27,7 @@ from ..graphs.outputs import OutputContract, map_leaves
 from ..graphs.program import assemble
 from ..graphs.split_calls import memory_address
 from ..ops.context import noting_reads, use_context
+from ..ops.deferred import awaited
 from ..phases import Backend, GraphConfig, Phase
 from .capture_checks import (
     check_eager_outputs,
@@ -364,7 +365,7 @@ class Captures:
             return outputs, observed.structure
         structure = observed.structure
         if step.entry.phase in self._deferring and step.recorder.scope.in_step:
-            slot.waits = True
+            slot.waits, slot.awaited = True, awaited()
             self.on_waiting()
             return outputs, structure
         self._room.make_room(slot, step.recorder)
@@ -413,7 +414,7 @@ class Captures:
                 steps, outputs = _BACKENDS[slot.backend].capture(session, slot.work, slot.observed)
         except KernelNotReadyError:
             self._room.failed()
-            slot.waits = True  # not refused: a later boundary tries again
+            slot.waits, slot.awaited = True, awaited()  # not refused: a later boundary tries again
             self.on_waiting()
             return False
         except Exception as error:  # whatever a model does: the step itself has run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -36,11 +36,13 @@ class KernelQueue:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._known: set[Hashable] = set()
+        self._pending: set[Hashable] = set()
+        """Keys of what is submitted and not compiled yet."""
         self._num_pending = 0
         self._executor: ThreadPoolExecutor | None = ThreadPoolExecutor(_THREADS, "piecework-kernels")
         self.holds = True
         """Whether what is submitted waits for `begin`."""
-        self._held: list[Callable[[], None]] = []
+        self._held: list[tuple[Hashable, Callable[[], None]]] = []
         self._first: AbstractContextManager[Any] = threading.Lock()
         """The first compile is alone, in which a library does what it does once: two would do it at once, and twice."""
 
@@ -54,6 +56,10 @@ class KernelQueue:
         with self._changed:
             return self._changed.wait_for(lambda: self.is_idle, timeout_s)
 
+    def are_done(self, keys: Set[Hashable]) -> bool:
+        """Whether none of these is being compiled or waits for that."""
+        return self._executor is None or self._pending.isdisjoint(keys)
+
     def submit(self, key: Hashable, compile_it: Callable[[], None]) -> None:
         """Has a kernel compiled, if its key is new; returns at once."""
         if key in self._known:
@@ -62,11 +68,12 @@ class KernelQueue:
             if self._executor is None or key in self._known:
                 return
             self._known.add(key)
+            self._pending.add(key)
             self._num_pending += 1
             if self.holds:
-                self._held.append(compile_it)
+                self._held.append((key, compile_it))
             else:
-                self._executor.submit(self._compile, compile_it)
+                self._executor.submit(self._compile, key, compile_it)
 
     def begin_held(self) -> None:
         """Compiles what was submitted, and from now on whatever is; nothing changes where nothing was."""
@@ -78,22 +85,22 @@ class KernelQueue:
         with self._lock:
             held, self._held, self.holds = self._held, [], False
             if self._executor is not None:
-                for compile_it in held:
-                    self._executor.submit(self._compile, compile_it)
+                for key, compile_it in held:
+                    self._executor.submit(self._compile, key, compile_it)
 
     def import_early(self, module: str) -> None:
         """Imports a module that steps will need, which takes long the first time; does not wait for `begin`."""
         with self._lock:
             if self._executor is not None:
                 self._num_pending += 1
-                self._executor.submit(self._make, lambda: importlib.import_module(module))
+                self._executor.submit(self._make, None, lambda: importlib.import_module(module))
 
-    def _compile(self, compile_it: Callable[[], None]) -> None:
+    def _compile(self, key: Hashable, compile_it: Callable[[], None]) -> None:
         with self._first:
-            self._make(compile_it)
+            self._make(key, compile_it)
             self._first = nullcontext()
 
-    def _make(self, make_it: Callable[[], object]) -> None:
+    def _make(self, key: Hashable, make_it: Callable[[], object]) -> None:
         started = time.perf_counter()
         detail = {}
         try:
@@ -105,6 +112,7 @@ class KernelQueue:
             self._recorder.record("kernel", seconds=time.perf_counter() - started, **detail)
             with self._lock:
                 self._num_pending -= 1
+                self._pending.discard(key)
                 self._changed.notify_all()
             self._on_change()
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Set
 from typing import TYPE_CHECKING
 
 from ..phases import GraphConfig
@@ -53,8 +53,8 @@ class Promotions:
         recorder: Recorder,
         agreement: Agreement | None = None,
     ) -> None:
-        self.may_capture: Callable[[], bool] = lambda: True
-        """Whether what captures need is there; asked at each boundary."""
+        self.may_capture: Callable[[Set[Hashable]], bool] = lambda awaited: True
+        """Whether the compiles of these keys, which a capture waits for, are done; asked at each boundary."""
         self.is_due = False
         """Whether the next boundary may have something to do; asked before each step."""
         self._table = table
@@ -161,10 +161,12 @@ class Promotions:
         return True
 
     def _deferred_captures(self) -> list[_Work]:
-        if self._captures is None or not self.may_capture():
+        if self._captures is None:
             return []
         found = []
         for slot in self._captures.waiting:
+            if not self.may_capture(slot.awaited):
+                continue
             entry = slot.entry
             if self._table.entries.get((entry.phase, entry.signature, entry.bucket)) is not entry:
                 self._captures.drop(entry)  # another thread's step has come too late with it

@@ -238,7 +238,7 @@ class Runtime:
         if self._captures is not None:
             self._captures.on_waiting = promotions.look
             self._table.on_replaced = self._captures.drop
-        promotions.may_capture = lambda: kernels.is_idle
+        promotions.may_capture = kernels.are_done
         if device.type == "cuda":
             kernels.import_early("piecework.ops.triton.paged_attention")
         return Tiering(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from piecework.errors import CaptureError, KernelNotReadyError
-from piecework.ops.deferred import defer_compiles, deferring
+from piecework.ops.deferred import awaited, defer_compiles, deferring
 
 from .test_triton_kernels import run_tests
 
@@ -55,6 +55,22 @@ def test_a_scope_submits_a_key_once() -> None:
             assert deferring() is submit
     assert outer.keys == ["a", ("b", 1)] * 2
     assert inner.keys == ["a"] * 2
+
+
+def test_what_calls_did_without_is_known() -> None:
+    """And what is only to be expected does not count."""
+    assert awaited() == frozenset()
+    with defer_compiles(Submitted()):
+        submit = deferring()
+        assert submit is not None
+        submit("ahead", nothing, ahead=True)
+        assert awaited() == frozenset()
+        submit("a", nothing)
+        with defer_compiles(Submitted()):
+            assert awaited() == frozenset()
+        submit("ahead", nothing)
+        assert awaited() == {"a", "ahead"}
+    assert awaited() == frozenset()
 
 
 def test_a_key_that_was_not_taken_may_come_again() -> None:

@@ -25,7 +25,8 @@ class Kernel:
 
     def __init__(self) -> None:
         self.compiled = self.failed = False
-        self.go = threading.Event()
+        self.go, self.go_ahead = threading.Event(), threading.Event()
+        self.go_ahead.set()
         self.native, self.launched, self.waited = 0, 0, 0
         self.threads: set[str] = set()
 
@@ -35,6 +36,9 @@ class Kernel:
         if self.failed:
             raise RuntimeError("no compiler")
         self.compiled = True
+
+    def compile_ahead(self) -> None:
+        assert self.go_ahead.wait(LIMIT_S)
 
 
 KERNEL = Kernel()
@@ -46,6 +50,7 @@ def scaled(x: torch.Tensor, out: torch.Tensor) -> None:
     submit = deferring()
     if not KERNEL.compiled and submit is not None:
         submit("scaled", KERNEL.compile)
+        submit("of other sizes", KERNEL.compile_ahead, ahead=True)
         KERNEL.native += 1
     elif not KERNEL.compiled:
         KERNEL.waited += 1
@@ -74,6 +79,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
     monkeypatch.setitem(globals(), "KERNEL", made)
     yield made
     made.go.set()
+    made.go_ahead.set()
 
 
 def run(runtime: Any, seed: int) -> None:
@@ -103,11 +109,28 @@ def test_a_step_does_without_and_a_capture_waits(kernel: Kernel, backend: str, c
         assert runtime.counters["captures"] >= 1
         assert kernel.waited == 0
         assert all(name.startswith("piecework-kernels") for name in kernel.threads)
-        assert len([event for event in runtime.events if event.kind == "kernel"]) == 1
+        assert len([event for event in runtime.events if event.kind == "kernel"]) == 2
         assert runtime.counters["jit_after_ready"] == 0
         native = kernel.native
         run(runtime, 1)
         assert kernel.native == native
+
+
+def test_a_capture_waits_for_its_own_kernels_only(kernel: Kernel) -> None:
+    """What is compiled for sizes that have not come yet holds nothing up."""
+    kernel.go_ahead.clear()
+    kernel.go.set()
+    config = config_of("full", "eager", startup="tiered", compile_workers=0)
+    with pw.Runtime(Model(), config, dynamic_dims={"x": 0}) as runtime:
+        until = time.monotonic() + LIMIT_S
+        while not runtime.counters["captures"] and time.monotonic() < until:
+            run(runtime, 1)
+            threading.Event().wait(0.001)
+        assert runtime.counters["captures"] == 1
+        assert not runtime.settled
+        assert kernel.waited == 0
+        kernel.go_ahead.set()
+        assert runtime.wait_settled(LIMIT_S)
 
 
 def test_wait_settled_waits_for_kernels(kernel: Kernel) -> None:
