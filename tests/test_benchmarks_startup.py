@@ -125,15 +125,34 @@ def test_replays_beside_workers_are_multiples_of_the_same_replays_alone(load: Lo
         step(4.0, 0.1, replayed) | {"phase": "prefill"},
     ]
     alone = {"decode 1": [19.0, 20.0, 21.0], "decode 2": [20.0]}
-    found = load("startup_numbers").beside_workers(steps, [event(6.0, "worker_job", 4.0)], alone)
+    found = load("startup_numbers").beside_workers(steps, [event(6.0, "worker_job", 4.0)], alone, "tiered")
     assert found == {
         "num_beside": 2,
         "beside_p50": pytest.approx(1.1),
         "beside_p99": pytest.approx(1.5),
         "alone_p99": pytest.approx(1.05),
     }
-    nothing = load("startup_numbers").beside_workers(steps, [], alone)
+    nothing = load("startup_numbers").beside_workers(steps, [], alone, "tiered")
     assert (nothing["num_beside"], nothing["beside_p50"]) == (0, None)
+
+
+def test_replays_beside_a_whole_forward_are_those_of_the_other_buckets(load: Load) -> None:
+    """From the last general program on, to the end where the whole forward has not come."""
+    replayed = "general, replayed"
+    steps = [
+        step(2.9, 0.1, replayed, bucket=2),  # it began before the whole forward did
+        step(3.5, 0.030, replayed, bucket=2),
+        step(4.0, 0.1, replayed),  # its own bucket
+        step(4.5, 0.1, "eager, replayed", bucket=2),
+        step(6.0, 0.024, replayed, bucket=2),
+    ]
+    events = [event(2.0, "compile_general", 1.0), event(2.85, "compile_general", 1.0)]
+    beside = load("startup_numbers").beside_workers
+    alone = {"decode 1": [20.0], "decode 2": [20.0]}
+    found = beside(steps, events, alone, "tiered+whole")
+    assert (found["num_beside"], found["beside_p50"]) == (2, pytest.approx(1.2))
+    ended = beside(steps, [*events, event(5.0, "compile_whole", 2.0)], alone, "tiered+whole")
+    assert (ended["num_beside"], ended["beside_p50"]) == (1, pytest.approx(1.5))
 
 
 def test_a_row_is_made_of_what_there_is(load: Load) -> None:
@@ -225,9 +244,7 @@ def test_startup_says_what_failed_and_what_has_no_time(
     assert "lazy: RuntimeError: stopped after 2 s" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         bench.main(["--policies", "lazy,sleepy"])
-    assert (
-        "expected some of tiered, eager, lazy, plain torch.compile, plain eager, got sleepy" in capsys.readouterr().err
-    )
+    assert "plain torch.compile, plain eager, tiered+whole, got sleepy" in capsys.readouterr().err
 
 
 @pytest.mark.slow

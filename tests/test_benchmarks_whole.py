@@ -18,10 +18,10 @@ OPTIONS = ("--device", "cpu", "--layers", "1", "--mode", "default")
 """The mode that tries nothing out: seconds."""
 WAYS = [
     "plain eager",
-    "plain torch.compile, captured",
-    "full, whole",
     "full, aot_eager",
     "tc_piecewise, aot_eager",
+    "plain torch.compile, captured",
+    "full, whole",
 ]
 
 
