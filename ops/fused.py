@@ -8,7 +8,6 @@ Dynamo cannot read a ContextVar; eager code finds it in a ContextVar, so that ru
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import inspect
 import sys
@@ -21,6 +20,9 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 import torch
 
 from ..errors import RegistrationError
+from .kernel import COMPILING, check_support
+from .kernel import Kernel as Kernel
+from .kernel import KernelSpec as KernelSpec
 from .registry import load_entry_points
 
 if TYPE_CHECKING:
@@ -31,40 +33,13 @@ R = TypeVar("R")
 K = TypeVar("K", bound=Callable[..., Any])
 
 NATIVE = "native"
-"""What a choice says of an op that runs its native body; no kernel may be called so."""
-_OURS = ("activation", "norm", "rotary")
+"""What a choice says of an op that runs its native body."""
+RESERVED = (NATIVE, "auto")
+"""Words of `kernel_backend` that no kernel may be called."""
+_OURS = ("activation", "linear", "norm", "rotary", "sampling")
 _OPS: dict[str, FusedOp[Any, Any]] = {}
 _LOCK = threading.RLock()
 _EAGER: ContextVar[Mapping[str, str]] = ContextVar("piecework_fused_ops", default=MappingProxyType({}))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Kernel:
-    """One kernel of a fused op."""
-
-    name: str
-    device_types: tuple[str, ...]
-    """Where it runs: "cpu", "cuda", ..."""
-    location: str
-    """`file:line` of the registration."""
-    body: Callable[..., Any]
-    available: Callable[[], str | None] | None
-    """Says why it cannot run in this process, or None when it can."""
-
-    def reject(self, device_type: str) -> str | None:
-        """Why it cannot serve a device, or None when it can."""
-        if device_type not in self.device_types:
-            return f"runs on {', '.join(self.device_types)}, not on {device_type}"
-        try:
-            reason = self.available() if self.available is not None else None
-        except ImportError as error:
-            return f"cannot be imported: {error}"
-        if reason is not None and (not isinstance(reason, str) or not reason):
-            raise RegistrationError(
-                f"{self.location}: available of kernel {self.name}: expected None or the reason why it cannot run, "
-                f"got {reason!r}; return None where it can run"
-            )
-        return reason
 
 
 class FusedOp(Generic[P, R]):
@@ -73,8 +48,10 @@ class FusedOp(Generic[P, R]):
     __name__: str
     __qualname__: str
 
-    def __init__(self, name: str, native: Callable[P, R], location: str) -> None:
+    def __init__(self, name: str, native: Callable[P, R], location: str, *, fuses: bool = True) -> None:
         self.name = name
+        self.fuses = fuses
+        """Whether a compiler can fuse the native body with its neighbours."""
         self.native = native
         self.location = location
         """`file:line` of the native body."""
@@ -95,19 +72,37 @@ class FusedOp(Generic[P, R]):
         return tuple(self._kernels.values())
 
     def kernel(
-        self, name: str, *, device_types: tuple[str, ...], available: Callable[[], str | None] | None = None
+        self,
+        name: str,
+        *,
+        device_types: tuple[str, ...],
+        available: Callable[[], str | None] | None = None,
+        dtypes: tuple[torch.dtype, ...] | None = None,
+        min_capability: tuple[int, int] | None = None,
+        captures: bool = True,
+        compiles: bool | None = None,
+        why: str = "",
     ) -> Callable[[K], K]:
         """Registers the decorated function, or an operator, as a kernel with the signature of the native body.
 
         It must be an opaque torch operator or call one, so that a traced graph, and with it the fingerprint, names it.
 
         Args:
+            name: where the kernel comes from: "torch", "triton", "sgl_kernel", "flashinfer", or a word of your own. The
+                operator chooses by it (`kernel_backend`).
             device_types: where it runs, such as `("cuda",)`.
             available: returns why the kernel cannot run in this process, or None when it can; asked when a runtime is
-                made. An ImportError counts as a reason.
+                made. An ImportError counts as a reason. See `piecework.ops.packages.needs`.
+            dtypes: the dtypes of the activations that it serves; None: all.
+            min_capability: the least compute capability on CUDA, such as `(8, 0)`; None: any.
+            captures: whether a capture may hold its calls.
+            compiles: whether its first call compiles it, which takes a second and more; None: as its name says,
+                which "triton" and "flashinfer" do.
+            why: what speaks for it, in a few words; `piecework ops` shows it.
 
         Raises:
-            RegistrationError: the name is taken or reserved, or the signature is another one.
+            RegistrationError: the name is taken or reserved, an argument is of another kind, or the signature is
+                another one.
         """
 
         def register(body: K) -> K:
@@ -117,11 +112,12 @@ class FusedOp(Generic[P, R]):
                     f"{location}: device_types: expected a tuple of device types, got {device_types!r}; "
                     f'write device_types=("cuda",)'
                 )
-            if name == NATIVE or not name.isidentifier():
+            if name in RESERVED or not name.isidentifier():
                 raise RegistrationError(
-                    f"{location}: kernel of {self.name}: expected a name that is an identifier and not {NATIVE}, "
-                    f"got {name!r}; choose another"
+                    f"{location}: kernel of {self.name}: expected a name that is an identifier and not "
+                    f"{' or '.join(RESERVED)}, got {name!r}; choose another"
                 )
+            check_support(f"{location}: kernel {name} of {self.name}", dtypes, min_capability)
             if (got := _parameters(body)) != (expected := _parameters(self.native)):
                 raise RegistrationError(
                     f"{location}: kernel {name} of {self.name}: expected the native body's parameters "
@@ -135,7 +131,16 @@ class FusedOp(Generic[P, R]):
                         f"rename one of them"
                     )
                 self._kernels[name] = Kernel(
-                    name=name, device_types=tuple(device_types), location=location, body=body, available=available
+                    name=name,
+                    device_types=tuple(device_types),
+                    location=location,
+                    body=body,
+                    available=available,
+                    dtypes=dtypes,
+                    min_capability=min_capability,
+                    captures=captures,
+                    compiles=name in COMPILING if compiles is None else compiles,
+                    why=why,
                 )
             return body
 
@@ -152,8 +157,13 @@ class FusedOp(Generic[P, R]):
         return f"<fused op {self.name}>"
 
 
-def fused_op(name: str) -> Callable[[Callable[P, R]], FusedOp[P, R]]:
+def fused_op(name: str, *, fuses: bool = True) -> Callable[[Callable[P, R]], FusedOp[P, R]]:
     """Makes the decorated function, which Dynamo must be able to trace, the native body of a new fused op.
+
+    Args:
+        name: an identifier, of its own among all fused ops.
+        fuses: whether a compiler can fuse the native body with its neighbours. Where it cannot, as with a matrix
+            product, a kernel is the default under `inductor` too.
 
     Raises:
         RegistrationError: the name is no identifier, or another place has it.
@@ -168,7 +178,7 @@ def fused_op(name: str) -> Callable[[Callable[P, R]], FusedOp[P, R]]:
             )
         if not name.isidentifier():
             raise RegistrationError(f"{location}: fused_op: expected an identifier, got {name!r}; choose another name")
-        op = FusedOp(name, native, location)
+        op = FusedOp(name, native, location, fuses=fuses)
         with _LOCK:
             known = _OPS.get(name)
             if known is not None and not _reloaded(known.location, known.native, location, native):

@@ -1,16 +1,22 @@
-"""Which body each fused op runs: the operator's list, the compiler and the kernels that there are, in one function."""
+"""Which body each fused op runs: the operator's words, the compiler and the kernels that there are, in one function."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
+import torch
+
 from ..errors import NotAvailableError
 from ..phases import Compiler
 from ..phases.choices import not_one_of
 from ..phases.fused import Preference, check_fused_ops, named_ops, preference
+from ..phases.values import AUTO, KERNEL_BACKENDS
 from .fused import NATIVE, FusedOp
 from .fused import fused_ops as registered
+from .kernel import Kernel, KernelSpec, dtype_name
+
+NONE_CAN_RUN = "no kernel can run"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +30,7 @@ class ChosenOp:
     passed_over: tuple[tuple[str, str], ...] = ()
     """(kernel, reason) of the kernels that were preferred and cannot serve."""
     by_default: bool
-    """Whether the list changed nothing here and no kernel for the device was missing."""
+    """Whether the operator changed nothing here and no kernel for the device was missing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,17 +53,42 @@ class Choice:
         return tuple((op.name, op.runs) for op in self.ops if op.runs != NATIVE)
 
 
-def choose(fused_ops: tuple[str, ...], *, compiler: Compiler | str, device_type: str) -> Choice:
+def choose(
+    fused_ops: tuple[str, ...],
+    *,
+    compiler: Compiler | str,
+    device_type: str,
+    dtype: torch.dtype | None = None,
+    capability: tuple[int, int] | None = None,
+    captured: bool = False,
+    at_once: bool = False,
+    kernel_backend: str = AUTO,
+) -> Choice:
     """Decides what every fused op runs: the one place that does, also for what compiles a whole forward at once.
 
-    With an empty list the native body under `inductor`, which fuses it, and a kernel under the other compilers; a
-    list (`all` or `none`, then `+name` and `-name`) rules alike under each compiler. Whole-forward compile calls this
-    with `compiler="inductor"`. A kernel that only a list's `all` or the default asks for may be missing, and the reason
-    says so.
+    The operator's words, the stronger first:
+
+    - `fused_ops` where it names an op: `+name` runs a kernel (that of `kernel_backend` if it can serve), `-name` the
+      native body.
+    - `kernel_backend`: `native` runs the native bodies; the name of a kernel runs it, under every compiler, in each op
+      that has one that can serve. The other ops go on as under `auto`, and their reasons say why.
+    - the base mode of `fused_ops`: `all` runs kernels, `none` native bodies, alike under each compiler.
+    - neither: the native body under `inductor` where it can fuse that, else a kernel.
+
+    "A kernel" is the first in the order of registration that can serve. Whole-forward compile calls this with
+    `compiler="inductor"`. A kernel that only `all` or the default asks for may be missing, and the reason says so.
+
+    Args:
+        dtype: of the activations; None: not known.
+        capability: the compute capability of a CUDA device; None: not known, or another device.
+        captured: whether captures may hold what is chosen.
+        at_once: whether no first call may wait for a compile.
 
     Raises:
-        ConfigError: the list breaks a rule of `piecework.phases.fused`, or names an op that does not exist.
-        NotAvailableError: no kernel of an op that the list has as `+name` can run on the device.
+        ConfigError: the list breaks a rule of `piecework.phases.fused` or names an op that does not exist, or
+            `kernel_backend` is no word that is known and no kernel's name.
+        NotAvailableError: no kernel of an op that the list has as `+name` can serve, or none of `kernel_backend` in
+            any op.
     """
     compiler = Compiler.parse(compiler, "compiler")
     items = check_fused_ops(fused_ops, "fused_ops")
@@ -65,39 +96,100 @@ def choose(fused_ops: tuple[str, ...], *, compiler: Compiler | str, device_type:
     for name in named_ops(items):
         if name not in known:
             raise not_one_of("fused_ops", name, known, "names of fused ops:")
-    chosen = tuple(_choose_one(op, items, compiler, device_type) for op in known.values())
+    spec = KernelSpec(device_type=device_type, dtype=dtype, capability=capability, captured=captured, at_once=at_once)
+    _check_backend(kernel_backend, tuple(known.values()), spec)
+    chosen = tuple(_choose_one(op, items, compiler, spec, kernel_backend) for op in known.values())
     return Choice(compiler=compiler, device_type=device_type, ops=chosen)
 
 
-def _choose_one(op: FusedOp[Any, Any], items: tuple[str, ...], compiler: Compiler, device_type: str) -> ChosenOp:
-    wish, why = preference(items, op.name, compiler)
-    changed = wish is Preference.REQUIRED or wish is not preference((), op.name, compiler)[0]
-    if wish is Preference.NATIVE:
-        return ChosenOp(name=op.name, runs=NATIVE, reason=why, by_default=not changed)
+def _choose_one(
+    op: FusedOp[Any, Any], items: tuple[str, ...], compiler: Compiler, spec: KernelSpec, backend: str
+) -> ChosenOp:
+    """What `op` runs; `backend` is a word of `kernel_backend` that was checked."""
+    wish, why = preference(items, op.name, compiler, fuses=op.fuses)
+    default = preference((), op.name, compiler, fuses=op.fuses)[0]
+    kernels, is_named = op.kernels, op.name in named_ops(items)
     passed_over: list[tuple[str, str]] = []
-    missing = False
-    for kernel in op.kernels:
-        reason = kernel.reject(device_type)
+    if backend == NATIVE and not is_named:
+        wish, why = Preference.NATIVE, "kernel_backend is native"
+    elif backend not in (AUTO, NATIVE):
+        kernels = tuple(sorted(kernels, key=lambda kernel: kernel.name != backend))
+        if not is_named:
+            first = kernels[0] if kernels and kernels[0].name == backend else None
+            reason = first.reject(spec) if first is not None else "kernel"
+            if reason is None:
+                same = _choose_one(op, (), compiler, spec, AUTO).runs == backend
+                return ChosenOp(name=op.name, runs=backend, reason=f"kernel_backend is {backend}", by_default=same)
+            why = f"{why} (kernel_backend: {'it has no ' if first is None else ''}{backend} {reason})"
+            if first is not None:
+                passed_over.append((backend, reason))
+                kernels = kernels[1:]
+    changed = wish is Preference.REQUIRED or wish is not default
+    if wish is Preference.NATIVE:
+        return ChosenOp(name=op.name, runs=NATIVE, reason=why, passed_over=tuple(passed_over), by_default=not changed)
+    return _first_that_serves(op, kernels, passed_over, spec, wish, why, changed)
+
+
+def _first_that_serves(
+    op: FusedOp[Any, Any],
+    kernels: tuple[Kernel, ...],
+    passed_over: list[tuple[str, str]],
+    spec: KernelSpec,
+    wish: Preference,
+    why: str,
+    changed: bool,
+) -> ChosenOp:
+    """The first of `kernels` that can serve, or the native body; `passed_over`: what was asked already."""
+    runs = NATIVE
+    for kernel in kernels:
+        reason = kernel.reject(spec)
         if reason is None:
-            return ChosenOp(
-                name=op.name,
-                runs=kernel.name,
-                reason=why,
-                passed_over=tuple(passed_over),
-                by_default=not changed and not missing,
-            )
+            runs = kernel.name
+            break
         passed_over.append((kernel.name, reason))
-        missing = missing or device_type in kernel.device_types
-    if wish is Preference.REQUIRED:
-        reasons = "".join(f"\n  {name}: {reason}" for name, reason in passed_over) or " it has no kernel at all"
+    if runs == NATIVE and wish is Preference.REQUIRED:
+        reasons = _listed(passed_over) or " it has no kernel at all"
         raise NotAvailableError(
-            f"fused_ops: +{op.name} needs a kernel that runs on {device_type}, and none can; drop it:{reasons}"
+            f"fused_ops: +{op.name} needs a kernel that runs {_asked(spec)}, and none can; drop it:{reasons}"
         )
-    details = "no kernel can run: " + "; ".join(f"{name} {reason}" for name, reason in passed_over)
+    if runs == NATIVE:
+        details = f"{NONE_CAN_RUN}: " + "; ".join(f"{name} {reason}" for name, reason in passed_over)
+        why = f"{why}, but {details if passed_over else 'there is no kernel'}"
+    for_device = {kernel.name for kernel in op.kernels if spec.device_type in kernel.device_types}
+    missing = any(name in for_device for name, _ in passed_over)
     return ChosenOp(
         name=op.name,
-        runs=NATIVE,
-        reason=f"{why}, but {details if passed_over else 'there is no kernel'}",
+        runs=runs,
+        reason=why,
         passed_over=tuple(passed_over),
         by_default=not changed and not missing,
     )
+
+
+def _check_backend(backend: str, ops: tuple[FusedOp[Any, Any], ...], spec: KernelSpec) -> None:
+    """Raises: ConfigError, NotAvailableError: as `choose`, for `kernel_backend`."""
+    if backend in (AUTO, NATIVE):
+        return
+    kernels = [(op, kernel) for op in ops for kernel in op.kernels]
+    others = sorted({kernel.name for _, kernel in kernels} - set(KERNEL_BACKENDS))
+    if backend not in (*KERNEL_BACKENDS, *others):
+        raise not_one_of("kernel_backend", backend, (*KERNEL_BACKENDS, *others))
+    reasons = [(op.name, kernel.reject(spec)) for op, kernel in kernels if kernel.name == backend]
+    if any(reason is None for _, reason in reasons):
+        return
+    can = {kernel.name for _, kernel in kernels if kernel.reject(spec) is None}
+    allowed = ", ".join((AUTO, NATIVE, *(name for name in (*KERNEL_BACKENDS, *others) if name in can)))
+    listed = _listed([(name, str(reason)) for name, reason in reasons]) or " no fused op has one"
+    raise NotAvailableError(
+        f"kernel_backend: expected one with a kernel that runs {_asked(spec)}, got {backend}, which has none; "
+        f"use one of {allowed}:{listed}"
+    )
+
+
+def _listed(reasons: list[tuple[str, str]]) -> str:
+    return "".join(f"\n  {name}: {reason}" for name, reason in reasons)
+
+
+def _asked(spec: KernelSpec) -> str:
+    """`on cuda`, or `on cuda in bfloat16`."""
+    return f"on {spec.device_type}" + (f" in {dtype_name(spec.dtype)}" if spec.dtype is not None else "")

@@ -18,9 +18,14 @@ from .choices import Backend, CaptureDevice, Compiler, Phase, Startup, not_one_o
 from .fused import check_fused_ops
 from .ladder import BucketLadder, check_size, check_sizes
 from .values import (
+    ATTENTION_BACKENDS,
+    AUTO,
     DEFAULT_MODE,
+    KERNEL_BACKENDS,
+    check_attention_backend,
     check_count,
     check_flag,
+    check_kernel_backend,
     check_mode,
     check_num_bytes,
     check_path,
@@ -249,9 +254,24 @@ class GraphConfig:
         default=(),
         metadata=_doc(
             "who runs fused ops, as in none,+rms_norm: all (kernels) or none (native bodies), then +name and -name; "
-            "if unset, native bodies under inductor and kernels otherwise",
+            "if unset, native bodies under inductor where it fuses them, and kernels otherwise",
             metavar="LIST",
             commas=True,
+        ),
+    )
+    kernel_backend: str = field(
+        default=AUTO,
+        metadata=_doc(
+            "where the kernels of fused ops come from: auto takes each op's first that can serve; native takes none; "
+            "another one runs in every op that has it, under every compiler; fused_ops wins for the ops that it names",
+            metavar="{" + ",".join(KERNEL_BACKENDS) + "}",
+        ),
+    )
+    attention_backend: str = field(
+        default=AUTO,
+        metadata=_doc(
+            "what serves paged attention; auto takes the first that supports the call",
+            metavar="{" + ",".join(ATTENTION_BACKENDS) + "}",
         ),
     )
     evaluate_guards: bool = field(
@@ -297,6 +317,8 @@ class GraphConfig:
             torch_compile_max_bs: int | None = ...,
             torch_compile_mode: str = ...,
             fused_ops: Sequence[str] = ...,
+            kernel_backend: str = ...,
+            attention_backend: str = ...,
             evaluate_guards: bool = ...,
             cuda_graph_memory_budget: int | str | None = ...,
             max_captures: int | None = ...,
@@ -313,6 +335,8 @@ class GraphConfig:
             check_size(self.torch_compile_max_bs, "torch_compile_max_bs")
         _set(self, "torch_compile_mode", check_mode(self.torch_compile_mode, "torch_compile_mode"))
         _set(self, "fused_ops", check_fused_ops(self.fused_ops, "fused_ops"))
+        _set(self, "kernel_backend", check_kernel_backend(self.kernel_backend, "kernel_backend"))
+        _set(self, "attention_backend", check_attention_backend(self.attention_backend, "attention_backend"))
         budget_ms = check_seconds(self.promotion_budget_ms, "promotion_budget_ms", unit="milliseconds")
         _set(self, "promotion_budget_ms", budget_ms)
         check_count(self.compile_workers, "compile_workers")

@@ -43,6 +43,8 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "--torch-compile-max-bs": ("torch_compile_max_bs",),
     "--torch-compile-mode": ("torch_compile_mode",),
     "--fused-ops": ("fused_ops",),
+    "--kernel-backend": ("kernel_backend",),
+    "--attention-backend": ("attention_backend",),
     "--evaluate-guards": ("evaluate_guards",),
     "--cuda-graph-memory-budget": ("cuda_graph_memory_budget",),
     "--cuda-graph-max-captures": ("max_captures",),

@@ -1,7 +1,8 @@
 """Who runs the fused ops, as far as the operator's list and the compiler say. Knows no op and no kernel.
 
 The list has one base mode, `all` or `none`, and then exceptions, `+name` and `-name`. Which names exist is known where
-the ops are: `piecework.ops.fused.choose` checks them, and finds the kernels.
+the ops are: `piecework.ops.fused_choice.choose` checks them, and finds the kernels. Where kernels should come from is
+the operator's `kernel_backend`, which `choose` weighs as well.
 """
 
 from __future__ import annotations
@@ -29,12 +30,19 @@ class Preference(str, Enum):
     """A kernel; having none is an error."""
 
 
-def preference(fused_ops: Sequence[str], name: str, compiler: Compiler) -> tuple[Preference, str]:
-    """What the op `name` should run under a list that `check_fused_ops` has passed, and the reason in words."""
+def preference(
+    fused_ops: Sequence[str], name: str, compiler: Compiler, *, fuses: bool = True
+) -> tuple[Preference, str]:
+    """What the op `name` should run under a list that `check_fused_ops` has passed, and the reason in words.
+
+    `fuses`: whether a compiler can fuse its native body; where it cannot, a compiler that fuses changes nothing.
+    """
     if not fused_ops:
-        if compiler is Compiler.INDUCTOR:
+        if compiler is not Compiler.INDUCTOR:
+            return Preference.KERNEL, f"{compiler} does not fuse"
+        if fuses:
             return Preference.NATIVE, "inductor fuses the native body"
-        return Preference.KERNEL, f"{compiler} does not fuse"
+        return Preference.KERNEL, "inductor does not fuse the native body"
     if f"+{name}" in fused_ops:
         return Preference.REQUIRED, f"fused_ops has +{name}"
     if f"-{name}" in fused_ops:

@@ -25,10 +25,13 @@ DEFAULT_MAX_BS = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resolved:
-    """A config without "auto", and what follows from it."""
+    """A config in which the device has decided, and what follows from it."""
 
     config: GraphConfig
-    """No field is "auto", `emulate_precision_casts` is not unset. Resolved again for the same device it is the same."""
+    """No field is "auto", `emulate_precision_casts` is not unset. Resolved again for the same device it is the same.
+
+    Except `kernel_backend` and `attention_backend`: what these come to is found for each op and for each call.
+    """
     ladders: Mapping[Phase, BucketLadder]
     """The ladder of each phase."""
     whole: Mapping[Phase, int]

@@ -20,6 +20,11 @@ MODES = ("default", DEFAULT_MODE)
 """The modes of torch.compile that a whole forward can be compiled in."""
 _MODE_WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": DEFAULT_MODE}
 """Modes that make CUDA graphs -> what they are without."""
+AUTO = "auto"
+KERNEL_BACKENDS = (AUTO, "native", "torch", "triton", "sgl_kernel", "flashinfer")
+"""Where kernels of fused ops may come from; `native` is none. A user's own op may have kernels of other names."""
+ATTENTION_BACKENDS = (AUTO, "triton", "flashinfer", "torch")
+"""What may serve paged attention."""
 _SIZE = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([a-zA-Z]*)")
 
 
@@ -107,3 +112,17 @@ def check_flag(value: object, where: str) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"{where}: expected true or false, got {short_repr(value)}; use one of these")
     return value
+
+
+def check_kernel_backend(value: object, where: str) -> str:
+    """Raises: ConfigError unless `value` is a word that a kernel can be called. Which there are is known to the ops."""
+    if not isinstance(value, str) or not value.isidentifier():
+        raise not_one_of(where, value, KERNEL_BACKENDS)
+    return str(value)
+
+
+def check_attention_backend(value: object, where: str) -> str:
+    """Raises: ConfigError unless `value` is one of ATTENTION_BACKENDS."""
+    if not isinstance(value, str) or value not in ATTENTION_BACKENDS:
+        raise not_one_of(where, value, ATTENTION_BACKENDS)
+    return str(value)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .engine.engine import LLMEngine
     from .engine.output import RequestOutput
     from .engine.params import SamplingParams
+    from .listing import AttentionShape
 
 DEFAULT_MODEL = "default: the small model that comes with piecework"
 
@@ -230,25 +231,44 @@ def _check_prompts(prompts: Sequence[str]) -> None:
 
 def _ops(arguments: argparse.Namespace) -> int:
     config = graph_config_from_args(arguments)
+    from ..ops.registry import split_ops
+    from .listing import AttentionShape, attention_data, attention_text, fused_op_text, fused_ops_data, split_op_text
+
+    device_type, shape = _device_type(arguments.device), AttentionShape()
     if arguments.model is not None:
         with _engine(arguments, _tracing_config(config)) as engine:
             engine.runtime.warm_up()
-    from ..ops.registry import split_ops
-    from .listing import fused_op_text, fused_ops_data, split_op_text
-
+            shape = _attention_of(engine, arguments.block_size)
     ops = split_ops()
-    fused = fused_ops_data(config, _device_type(arguments.device))
+    fused = fused_ops_data(config, device_type, shape.dtype if arguments.model is not None else None)
+    attention = attention_data(config.attention_backend, device_type, shape)
     traced = any(op.num_matched is not None for op in ops)
     never_matched = [op.name for op in ops if op.num_matched == 0]
     if arguments.json:
         listed = [dataclasses.asdict(op) for op in ops]
         unmatched = never_matched if traced else None
-        print_json({"traced": traced, "split_ops": listed, "never_matched": unmatched, "fused_ops": fused})
+        tables = {"attention": attention, "fused_ops": fused}
+        print_json({"traced": traced, "split_ops": listed, "never_matched": unmatched, **tables})
         return 0
-    print("\n\n".join([*map(split_op_text, ops), *map(fused_op_text, fused)]))
+    print("\n\n".join([*map(split_op_text, ops), attention_text(attention), *map(fused_op_text, fused)]))
     if never_matched:
         print(f"\nnever matched: {', '.join(never_matched)} (this model's graph does not call them)")
     return 0
+
+
+def _attention_of(engine: LLMEngine, block_size: int) -> AttentionShape:
+    """What a model asks of attention."""
+    from .listing import AttentionShape
+
+    config = engine.model_config
+    return AttentionShape(
+        dtype=next(engine.model.parameters()).dtype,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_size=config.head_size,
+        block_size=block_size,
+        window_size=min((size for size in config.window_sizes if size), default=0),
+    )
 
 
 def _tracing_config(config: GraphConfig) -> GraphConfig:

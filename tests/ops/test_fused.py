@@ -23,6 +23,17 @@ from piecework.ops.fused import fused_op, fused_ops, tracing_with, use_choice
 from piecework.ops.fused_choice import Choice, choose
 
 HERE = re.escape(__file__)
+OURS = [
+    "fused_add_rms_norm",
+    "linear",
+    "qk_norm_rotary",
+    "rms_norm",
+    "rotary_embedding",
+    "sample",
+    "silu_and_mul",
+    "silu_and_mul_linear",
+]
+"""The fused ops that Piecework has, by name."""
 
 
 @pytest.fixture(autouse=True)
@@ -105,16 +116,16 @@ def test_an_op_is_called_like_its_native_body_and_looks_like_it() -> None:
 
 
 def test_fused_ops_lists_ours_and_others_by_name() -> None:
-    assert [op.name for op in fused_ops()] == ["fused_add_rms_norm", "rms_norm", "rotary_embedding", "silu_and_mul"]
+    assert [op.name for op in fused_ops()] == OURS
     op = toy()
     assert fused_ops()[-1] is op
-    assert len(fused_ops()) == 5
+    assert len(fused_ops()) == len(OURS) + 1
 
 
 def test_the_list_does_not_depend_on_what_was_imported() -> None:
     code = "from piecework.ops.fused import fused_ops; print(*[op.name for op in fused_ops()])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.split() == ["fused_add_rms_norm", "rms_norm", "rotary_embedding", "silu_and_mul"]
+    assert done.stdout.split() == OURS
 
 
 def test_a_copy_of_a_module_holds_the_same_op() -> None:
@@ -195,11 +206,35 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: toy().kernel("k", device_types=())(same), "device_types: expected a tuple of device types, got ()"),
     (
         lambda: toy().kernel("native", device_types=("cpu",))(same),
-        "kernel of toy: expected a name that is an identifier and not native, got 'native'; choose another",
+        "kernel of toy: expected a name that is an identifier and not native or auto, got 'native'; choose another",
+    ),
+    (
+        lambda: toy().kernel("auto", device_types=("cpu",))(same),
+        "kernel of toy: expected a name that is an identifier and not native or auto, got 'auto'; choose another",
+    ),
+    (
+        lambda: toy().kernel("k", device_types=("cpu",), dtypes=torch.float32)(same),
+        "kernel k of toy: dtypes: expected a tuple of dtypes, got torch.float32; write dtypes=(torch.bfloat16,), or",
+    ),
+    (
+        lambda: toy().kernel("k", device_types=("cpu",), dtypes=())(same),
+        "kernel k of toy: dtypes: expected a tuple of dtypes, got (); write dtypes=(torch.bfloat16,), or",
+    ),
+    (
+        lambda: toy().kernel("k", device_types=("cpu",), dtypes=("float32",))(same),
+        "kernel k of toy: dtypes: expected a tuple of dtypes, got ('float32',); write dtypes=(torch.bfloat16,), or",
+    ),
+    (
+        lambda: toy().kernel("k", device_types=("cpu",), min_capability=9)(same),
+        "kernel k of toy: min_capability: expected two integers, got 9; write min_capability=(8, 0), or",
+    ),
+    (
+        lambda: toy().kernel("k", device_types=("cpu",), min_capability=(9,))(same),
+        "kernel k of toy: min_capability: expected two integers, got (9,); write min_capability=(8, 0), or",
     ),
     (
         lambda: toy().kernel("a b", device_types=("cpu",))(same),
-        "kernel of toy: expected a name that is an identifier and not native, got 'a b'; choose another",
+        "kernel of toy: expected a name that is an identifier and not native or auto, got 'a b'; choose another",
     ),
     (
         lambda: toy().kernel("k", device_types=("cpu",))(lambda x, scale: x),
@@ -316,8 +351,7 @@ def test_a_name_that_does_not_exist_lists_those_that_do() -> None:
     with pytest.raises(ConfigError) as caught:
         choice_of("all", "-rmsnorm")
     assert str(caught.value) == (
-        "fused_ops: expected names of fused ops: fused_add_rms_norm, rms_norm, rotary_embedding, silu_and_mul, "
-        "got 'rmsnorm'; did you mean 'rms_norm'?"
+        f"fused_ops: expected names of fused ops: {', '.join(OURS)}, got 'rmsnorm'; did you mean 'rms_norm'?"
     )
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import piecework.phases
 from piecework.phases import Backend, BucketLadder, CaptureDevice, Compiler, GraphConfig, Phase, PhaseConfig, Startup
-from piecework.phases.values import MODES
+from piecework.phases.values import ATTENTION_BACKENDS, KERNEL_BACKENDS, MODES
 
 
 @st.composite
@@ -61,6 +61,8 @@ graph_configs = st.builds(
     torch_compile_max_bs=st.none() | st.integers(1, 512),
     torch_compile_mode=st.sampled_from(MODES),
     fused_ops=st.sampled_from([(), ("all",), ("none", "+rms_norm"), ("-silu_and_mul", "all", "+rms_norm")]),
+    kernel_backend=st.sampled_from([*KERNEL_BACKENDS, "mine"]),
+    attention_backend=st.sampled_from(ATTENTION_BACKENDS),
     evaluate_guards=st.booleans(),
     cuda_graph_memory_budget=st.none() | st.integers(1, 1 << 50),
     max_captures=st.none() | st.integers(1, 4096),

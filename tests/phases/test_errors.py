@@ -153,6 +153,15 @@ SHARED_ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"fused_ops": ["none", "none"]}, "fused_ops: expected each item once, got none more than once; keep one"),
     ({"fused_ops": ["all", "-a", "-a"]}, "fused_ops: expected each item once, got -a more than once; keep one"),
     ({"fused_ops": ["all", "-a", "+a"]}, "fused_ops: expected one sign for a, got +a and -a; keep one"),
+    (
+        {"kernel_backend": "sgl-kernel"},
+        "kernel_backend: expected one of auto, native, torch, triton, sgl_kernel, flashinfer, got 'sgl-kernel'; "
+        "did you mean 'sgl_kernel'?",
+    ),
+    (
+        {"attention_backend": "flash"},
+        "attention_backend: expected one of auto, triton, flashinfer, torch, got 'flash'; did you mean 'flashinfer'?",
+    ),
 ]
 
 
@@ -270,6 +279,15 @@ def test_a_flag_for_both_phases_names_the_first() -> None:
             {"decode": {"buckets": []}},
             "decode.buckets: expected at least one size, got an empty list; add one or leave buckets out",
         ),
+        (
+            {"kernel_backend": None},
+            "kernel_backend: expected one of auto, native, torch, triton, sgl_kernel, flashinfer, got None; "
+            "use one of these",
+        ),
+        (
+            {"attention_backend": 1},
+            "attention_backend: expected one of auto, triton, flashinfer, torch, got 1; use one of these",
+        ),
         ({"decode": {"buckets": [True]}}, "decode.buckets: expected positive integers, got True; remove or correct it"),
     ],
 )
@@ -281,7 +299,8 @@ PHASE_KEYS = "backend, compiler, buckets, max_num_tokens, specialize, max_paddin
 KEYS = (
     "prefill, decode, startup, promotion_budget_ms, compile_workers, compile_timeout_s, manifest, startup_budget, "
     "emulate_precision_casts, capture_device, cache_dir, enable_torch_compile, torch_compile_max_bs, "
-    "torch_compile_mode, fused_ops, evaluate_guards, cuda_graph_memory_budget, max_captures, debug_captures"
+    "torch_compile_mode, fused_ops, kernel_backend, attention_backend, evaluate_guards, cuda_graph_memory_budget, "
+    "max_captures, debug_captures"
 )
 
 

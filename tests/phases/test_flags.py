@@ -62,6 +62,8 @@ CASES: list[tuple[list[str], dict[str, Any]]] = [
     (["--torch-compile-max-bs", "8"], {"torch_compile_max_bs": 8}),
     (["--torch-compile-mode", "default"], {"torch_compile_mode": "default"}),
     (["--fused-ops", "none,+rms_norm, -silu_and_mul"], {"fused_ops": ["none", "+rms_norm", "-silu_and_mul"]}),
+    (["--kernel-backend", "triton"], {"kernel_backend": "triton"}),
+    (["--attention-backend", "flashinfer"], {"attention_backend": "flashinfer"}),
     (["--evaluate-guards"], {"evaluate_guards": True}),
     (["--cuda-graph-memory-budget", "1.5GiB"], {"cuda_graph_memory_budget": 3 << 29}),
     (["--cuda-graph-max-captures", "7"], {"max_captures": 7}),

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +234,8 @@ def test_generate_and_explain_show_what_was_captured(model: Path, backend: str) 
 def test_ops_without_a_model_says_not_traced() -> None:
     out, err = start("-m", "piecework", "ops").communicate()
     assert err == ""
-    packed, paged, *fused = out.split("\n\n")
+    packed, paged, rotary, attention, *fused = out.split("\n\n")
+    assert rotary.startswith("piecework::rotary_paged_attention.default\n")
     assert packed.startswith("piecework::packed_attention.default\n")
     [name, schema, mutates, capture, defined, matched] = paged.splitlines()
     assert name == "piecework::paged_attention.default"
@@ -244,12 +246,43 @@ def test_ops_without_a_model_says_not_traced() -> None:
     assert matched == "  matched  not traced"
     answer = json.loads(start("-m", "piecework.runtime.cli", "ops", "--json").communicate()[0])
     assert (answer["traced"], answer["never_matched"]) == (False, None)
-    assert [op["num_matched"] for op in answer["split_ops"]] == [None, None]
+    assert [op["num_matched"] for op in answer["split_ops"]] == [None, None, None]
     assert answer["split_ops"][0]["name"] == "piecework::packed_attention"
-    assert [op["capturable"] for op in answer["split_ops"]] == [None, None]  # it depends on the call
-    names = ["fused_add_rms_norm", "rms_norm", "rotary_embedding", "silu_and_mul"]
-    assert [op["name"] for op in answer["fused_ops"]] == names
-    assert [text.splitlines()[0] for text in fused] == [f"fused op {name}" for name in names]
+    assert [op["capturable"] for op in answer["split_ops"]] == [None, None, None]  # it depends on the call
+    names = [op["name"] for op in answer["fused_ops"]]
+    assert {"linear", "rms_norm", "rotary_embedding", "sample", "silu_and_mul"} < set(names)
+    assert [text.splitlines()[0].split(", ")[0] for text in fused] == [f"fused op {name}" for name in names]
+    rows = [row for op in answer["fused_ops"] for row in op["implementations"]]
+    assert {row["name"] for row in rows} >= {"native", "torch", "triton"}
+    assert {row["rejected"] for row in rows if row["device_types"] == ["cuda"]} == {"runs on cuda, not on cpu"}
+    assert attention.startswith("attention in bfloat16, 32 heads over 8 of 128 elements\n")
+    rows = answer["attention"]["implementations"]
+    assert [row["name"] for row in rows] == ["triton", "flashinfer", "torch_native", "torch_static"]
+    assert [row["decision"]["decode"]["chosen"] for row in rows] == [False, False, True, False]
+
+
+def test_ops_says_what_packages_are_missing() -> None:
+    """On the machine of these tests neither package is installed; that is no error, and torch finds no GPU."""
+    if any(find_spec(package) for package in ("flashinfer", "sgl_kernel")):
+        pytest.skip("one of the packages is installed")
+    words = ["-m", "piecework", "ops", "--device", "cuda", "--json"]
+    out, err = start(*words).communicate()
+    assert err == ""
+    answer = json.loads(out)
+    rows = [row for op in answer["fused_ops"] for row in op["implementations"]]
+    missing = {row["name"]: row["rejected"] for row in rows if (row["rejected"] or "").startswith("not installed")}
+    missing.pop("triton", None)
+    assert missing == {
+        "flashinfer": "not installed: pip install flashinfer-python",
+        "sgl_kernel": "not installed: pip install sglang-kernel",
+    }
+    decision = next(r["decision"] for r in answer["attention"]["implementations"] if r["name"] == "flashinfer")
+    assert decision["prefill"]["reason"] == "not installed: pip install flashinfer-python"
+    out, err = start(*words, "--kernel-backend", "sgl_kernel").communicate()
+    assert err.startswith(
+        "piecework: error: kernel_backend: expected one with a kernel that runs on cuda, got sgl_kernel"
+    )
+    assert err.count("not installed: pip install sglang-kernel") >= 1
 
 
 WITH_ANOTHER_OP = """
@@ -270,16 +303,21 @@ def test_ops_with_a_model_counts_matches_and_reports_an_op_that_never_matched(mo
     out, err = start(*words).communicate()
     assert "Traceback" not in err
     assert out.count(f"  matched  {NUM_LAYERS} graph nodes") == 1
-    assert out.count("  matched  0 graph nodes") == 2
-    never = ["main::nobody_calls_me", "piecework::packed_attention"]
+    assert out.count("  matched  0 graph nodes") == 3
+    never = ["main::nobody_calls_me", "piecework::packed_attention", "piecework::paged_attention"]
     assert out.endswith(f"\nnever matched: {', '.join(never)} (this model's graph does not call them)\n")
     answer = json.loads(start(*words, "--json").communicate()[0])
     assert (answer["traced"], answer["never_matched"]) == (True, never)
     assert {op["name"]: op["num_matched"] for op in answer["split_ops"]} == {
         "main::nobody_calls_me": 0,
         "piecework::packed_attention": 0,
-        "piecework::paged_attention": NUM_LAYERS,
+        "piecework::paged_attention": 0,
+        "piecework::rotary_paged_attention": NUM_LAYERS,
     }
+    config, case = json.loads((model / "config.json").read_text()), answer["attention"]["cases"]["decode"]
+    assert (case["num_heads"], case["num_kv_heads"]) == (config["num_attention_heads"], config["num_key_value_heads"])
+    assert (case["dtype"], case["block_size"]) == ("float32", 16)
+    assert "\nattention in float32, " in out
 
 
 def test_explain_warms_up_and_dumps(model: Path, tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ norms with a split op between: two pieces that differ in nothing but tensors.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +21,7 @@ from piecework.graphs.dynamo import COMPILE_LOCK
 from piecework.ops import fused
 from piecework.ops.norm import RMSNorm, rms_norm
 from piecework.runtime import programs
+from piecework.runtime.fused_choices import choose_for, spec_for
 from piecework.runtime.listing import fused_op_text, fused_ops_data
 
 OFF: list[str] = []
@@ -304,25 +307,146 @@ def test_nothing_of_a_choice_is_listed_as_frozen_state() -> None:
     assert not any("fused" in state or "_traced" in state or "rms_norm" in state for state in trace["frozen"])
 
 
-def test_the_listing_has_kernels_and_what_runs() -> None:
-    OFF.append("the driver is too old")
-    config = pw.GraphConfig(prefill={"compiler": "inductor"})
-    [op] = [op for op in fused_ops_data(config, "cpu") if op["name"] == "rms_norm"]
-    assert [(k["name"], k["device_types"], k["rejected"]) for k in op["kernels"]] == [
-        ("ten", ["cpu"], "the driver is too old"),
+def test_a_backend_rules_what_runs_under_every_compiler() -> None:
+    for compiler, backend, expected in (
+        ("eager", "hundred", 100),
+        ("inductor", "hundred", 100),
+        ("aot_eager", "native", 0),
+        ("eager", "native", 0),
+    ):
+        one = runtime(compiler=compiler, kernel_backend=backend)
+        assert offset(one.run("decode", {"x": X})) == expected
+    told = "fused op rms_norm runs hundred (kernel_backend is hundred) in prefill and decode"
+    assert told in str(runtime(kernel_backend="hundred").explain())
+
+
+def test_a_backend_that_cannot_be_had_fails_in_the_constructor() -> None:
+    with pytest.raises(pw.NotAvailableError, match=r"^kernel_backend: .* cpu in float32, got elsewhere, "):
+        runtime(kernel_backend="elsewhere")
+    with pytest.raises(pw.ConfigError, match=r"^kernel_backend: expected one of .*, ten, got 'eleven'"):
+        runtime(kernel_backend="eleven")
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "expected"),
+    [
+        ((torch.bfloat16, torch.bfloat16), "ten"),
+        ((torch.float32, torch.float32), "hundred"),
+        ((torch.bfloat16, torch.float32), "ten"),  # not known, and no reason to reject
+    ],
+)
+def test_a_kernel_is_asked_whether_it_serves_the_models_dtype(
+    dtypes: tuple[torch.dtype, torch.dtype], expected: str
+) -> None:
+    rms_norm._kernels["ten"] = dataclasses.replace(rms_norm._kernels["ten"], dtypes=(torch.bfloat16,))
+    model = Model()
+    for norm, dtype in zip(model.norms, dtypes, strict=True):
+        norm.to(dtype)
+    model.register_parameter("index", nn.Parameter(torch.zeros(1, dtype=torch.int64), requires_grad=False))
+    assert runtime(model=model)._fused["aot_eager"].runs["rms_norm"] == expected
+
+
+@pytest.mark.parametrize(("options", "expected"), [({}, "ten"), ({"capture_device": "tape"}, "hundred")])
+def test_a_kernel_that_cannot_be_captured_is_passed_over_where_steps_are(
+    options: dict[str, str], expected: str
+) -> None:
+    rms_norm._kernels["ten"] = dataclasses.replace(rms_norm._kernels["ten"], captures=False)
+    assert runtime(compiler="eager", **options)._fused["eager"].runs["rms_norm"] == expected
+
+
+def test_a_kernel_is_asked_whether_it_serves_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA device of capability 8.9, as far as what asks for it can tell."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    config = pw.GraphConfig(prefill={"backend": "disabled"}, decode={"backend": "disabled"})
+    spec = spec_for(config, torch.device("cuda", 0), None)
+    assert spec == fused.KernelSpec(device_type="cuda", capability=(8, 9))
+    assert spec_for(config, "cpu", None).capability is None
+    for least, expected in (((8, 9), "elsewhere"), ((9, 0), "native")):
+        rms_norm._kernels["elsewhere"] = dataclasses.replace(rms_norm._kernels["elsewhere"], min_capability=least)
+        assert choose_for(config, ["eager"], spec)["eager"].runs["rms_norm"] == expected
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert spec_for(config, "cuda", None).capability is None
+
+
+# What `piecework ops` says.
+
+
+def listed(config: pw.GraphConfig, **more: Any) -> dict[str, Any]:
+    [op] = [op for op in fused_ops_data(config, "cpu", **more) if op["name"] == "rms_norm"]
+    return op
+
+
+def test_the_listing_has_implementations_and_what_runs() -> None:
+    OFF.append("not installed: pip install ten")
+    op = listed(pw.GraphConfig(prefill={"compiler": "inductor"}))
+    assert [(row["name"], row["device_types"], row["rejected"]) for row in op["implementations"]] == [
+        ("native", None, None),
+        ("ten", ["cpu"], "not installed: pip install ten"),
         ("hundred", ["cpu"], None),
         ("elsewhere", ["cuda"], "runs on cuda, not on cpu"),
     ]
+    assert all(f"{__file__}:" in row["location"] for row in op["implementations"][1:])
     assert (op["choice"]["prefill"]["runs"], op["choice"]["decode"]["runs"]) == ("native", "hundred")
-    head, native, ten, hundred, elsewhere, *runs = fused_op_text(op).splitlines()
-    assert head == "fused op rms_norm"
-    assert native.split() == ["native", rms_norm.location]
-    assert ten.endswith(f"{op['kernels'][0]['location']}; the driver is too old")
-    assert hundred.split() == ["hundred", op["kernels"][1]["location"]]
-    assert elsewhere.endswith("; runs on cuda, not on cpu")
-    assert [line.strip() for line in runs] == [
-        "runs       native (inductor fuses the native body) in prefill",
-        "runs       hundred (eager does not fuse) in decode",
+    decisions = {row["name"]: row["decision"] for row in op["implementations"]}
+    assert decisions["native"] == {
+        "prefill": {"chosen": True, "reason": "inductor fuses the native body"},
+        "decode": {"chosen": False, "reason": "eager does not fuse"},
+    }
+    assert decisions["hundred"] == {
+        "prefill": {"chosen": False, "reason": "inductor fuses the native body"},
+        "decode": {"chosen": True, "reason": "eager does not fuse"},
+    }
+    assert fused_op_text(op).splitlines() == [
+        f"fused op rms_norm, defined at {rms_norm.location}",
+        "  implementation  devices  dtypes  capability  captured  prefill                                 decode",
+        "  native          any      any     any         yes       chosen: inductor fuses the native body  eager does "
+        "not fuse",
+        "  ten             cpu      any     any         yes       not installed: pip install ten          not "
+        "installed: pip install ten",
+        "  hundred         cpu      any     any         yes       inductor fuses the native body          chosen: "
+        "eager does not fuse",
+        "  elsewhere       cuda     any     any         yes       runs on cuda, not on cpu                runs on "
+        "cuda, not on cpu",
     ]
+    json.dumps(op)
+
+
+def test_the_listing_says_what_kernels_support() -> None:
+    rms_norm.kernel(
+        "limited",
+        device_types=("cpu",),
+        dtypes=(torch.bfloat16, torch.float16),
+        min_capability=(9, 0),
+        captures=False,
+        why="is small",
+    )(plus_ten)
+    op = listed(pw.GraphConfig(), dtype=torch.float32)
+    row = op["implementations"][-1]
+    assert {key: row[key] for key in ("name", "dtypes", "min_capability", "captures", "why", "rejected")} == {
+        "name": "limited",
+        "dtypes": ["bfloat16", "float16"],
+        "min_capability": [9, 0],
+        "captures": False,
+        "why": "is small",
+        "rejected": "serves bfloat16, float16, not float32",
+    }
+    lines = fused_op_text(op).splitlines()
+    assert [line.split() for line in lines if "limited" in line] == [
+        "limited cpu bfloat16, float16 9.0 or higher no serves bfloat16, float16, not float32".split(),
+        "limited: is small".split(),
+    ]
+    assert lines[1].endswith("decision")  # the phases agree
+    decided = {row["name"]: row["decision"]["decode"] for row in op["implementations"]}
+    assert decided["ten"] == {"chosen": True, "reason": "eager does not fuse"}
+    assert decided["hundred"] == {"chosen": False, "reason": "ten goes before"}
+    tape = listed(pw.GraphConfig(capture_device="tape"))
+    assert tape["implementations"][-1]["rejected"] == "cannot be captured"
+
+
+def test_the_listing_follows_the_operators_words() -> None:
+    assert listed(pw.GraphConfig(kernel_backend="hundred"))["choice"]["prefill"]["runs"] == "hundred"
     with pytest.raises(pw.ConfigError, match="got 'nothing'"):
-        fused_ops_data(pw.GraphConfig(fused_ops=("all", "-nothing")), "cpu")
+        listed(pw.GraphConfig(fused_ops=("all", "-nothing")))
+    with pytest.raises(pw.NotAvailableError, match="^kernel_backend: "):
+        listed(pw.GraphConfig(kernel_backend="elsewhere"))
