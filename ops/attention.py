@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
-import importlib.util
+import itertools
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 
-from ..errors import PieceworkError
+from ..errors import NotAvailableError, PieceworkError
+from .attention_choice import AUTO, attention_backend
 from .attention_context import AttentionContext as AttentionContext
+from .attention_rows import IMPLEMENTATIONS as IMPLEMENTATIONS
+from .attention_rows import in_order
 from .attention_shapes import check_context, check_tensors
 from .attention_table import AttentionForward as AttentionForward
 from .attention_table import AttentionImplementation as AttentionImplementation
@@ -28,89 +30,49 @@ from .attention_table import choose as _choose
 from .context import get_context
 from .split_op import split_op
 
-_TORCH_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_TRITON_MAX_HEAD_SIZE = 512
 
+def choose_implementation(spec: AttentionSpec, backend: str = AUTO) -> Choice:
+    """Returns the first implementation of `IMPLEMENTATIONS` that supports `spec`, in the order of `preferred`.
 
-def _reject_dtypes(spec: AttentionSpec, dtypes: tuple[torch.dtype, ...]) -> str | None:
-    if spec.dtype not in dtypes:
-        *others, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-        return f"computes {', '.join(others)} and {last}, not {spec.dtype}"
-    if spec.cache_dtype != spec.dtype:
-        return f"needs the cache in the dtype of q, {spec.dtype}, not {spec.cache_dtype}"
-    return None
-
-
-def _reject_triton(spec: AttentionSpec) -> str | None:
-    if spec.device_type != "cuda":
-        return f"runs on cuda, not on {spec.device_type}"
-    if importlib.util.find_spec("triton") is None:
-        return "needs triton, which is not installed; pip install triton"
-    if spec.head_size > _TRITON_MAX_HEAD_SIZE:
-        return f"holds heads of at most {_TRITON_MAX_HEAD_SIZE} elements, not {spec.head_size}"
-    return _reject_dtypes(spec, _TRITON_DTYPES)
-
-
-def _reject_torch_native(spec: AttentionSpec) -> str | None:
-    if spec.is_static:
-        return "reads lengths on the host, and a static context has none there"
-    return _reject_dtypes(spec, _TORCH_DTYPES)
-
-
-def _reject_torch_static(spec: AttentionSpec) -> str | None:
-    return _reject_dtypes(spec, _TORCH_DTYPES)
-
-
-def _load_triton() -> AttentionForward:
-    return cast(AttentionForward, importlib.import_module("..triton.paged_attention", __name__).paged_attention)
-
-
-def _load_triton_prepare() -> AttentionPrepare:
-    return cast(AttentionPrepare, importlib.import_module("..triton.paged_attention", __name__).prepare)
-
-
-def _load_torch_native() -> AttentionForward:
-    return cast(AttentionForward, importlib.import_module("..torch_native", __name__).paged_attention)
-
-
-def _load_torch_static() -> AttentionForward:
-    return cast(AttentionForward, importlib.import_module("..torch_static", __name__).paged_attention)
-
-
-IMPLEMENTATIONS: tuple[AttentionImplementation, ...] = (
-    AttentionImplementation(
-        name="triton",
-        why="two kernels, which read every length on the device",
-        reject=_reject_triton,
-        load=_load_triton,
-        captures=True,
-        load_prepare=_load_triton_prepare,
-    ),
-    AttentionImplementation(
-        name="torch_native",
-        why="runs on every device, with torch's own operators",
-        reject=_reject_torch_native,
-        load=_load_torch_native,
-    ),
-    AttentionImplementation(
-        name="torch_static",
-        why="runs on every device, with torch's own operators, and reads every length on the device",
-        reject=_reject_torch_static,
-        load=_load_torch_static,
-        captures=True,
-    ),
-)
-"""In the order of preference."""
-
-
-def choose_implementation(spec: AttentionSpec) -> Choice:
-    """Returns the first implementation of `IMPLEMENTATIONS` that supports `spec`.
+    Args:
+        backend: only rows of this one, see `GraphConfig.attention_backend`.
 
     Raises:
-        NotAvailableError: none does; the message lists each one with its reason.
+        NotAvailableError: none does; the message lists each one with its reason, and what `backend` may be.
     """
-    return _choose(spec, IMPLEMENTATIONS).choice
+    return _choose(spec, in_order(IMPLEMENTATIONS, spec), backend).choice
+
+
+def check_attention_backend(
+    backend: str, device_type: str, *, dtype: torch.dtype | None = None, head_size: int | None = None
+) -> None:
+    """Refuses a backend that cannot serve any call of a model, as far as that is known before the first one.
+
+    Raises:
+        NotAvailableError: as `choose_implementation`.
+    """
+    if backend == AUTO:
+        return
+    sizes = (128, 64, 256) if head_size is None else (head_size,)
+    dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float64) if dtype is None else (dtype,)
+    errors = []
+    for each, size in itertools.product(dtypes, sizes):
+        spec = AttentionSpec(
+            device_type=device_type,
+            dtype=each,
+            cache_dtype=each,
+            num_heads=1,
+            num_kv_heads=1,
+            head_size=size,
+            block_size=16,
+        )
+        try:
+            choose_implementation(spec, backend)
+        except NotAvailableError as error:
+            errors.append(error)
+        else:
+            return
+    raise errors[0]
 
 
 class _Kind:
@@ -119,19 +81,32 @@ class _Kind:
     Layers are of one kind, so that a context is checked for the first of them only.
     """
 
-    __slots__ = ("block_size", "num_blocks", "num_tokens", "spec", "table")
+    __slots__ = ("_backend", "_under", "block_size", "num_blocks", "num_tokens", "spec", "table")
 
     def __init__(
-        self, spec: AttentionSpec, num_tokens: int, num_blocks: int, table: tuple[AttentionImplementation, ...]
+        self,
+        spec: AttentionSpec,
+        num_tokens: int,
+        num_blocks: int,
+        table: tuple[AttentionImplementation, ...],
+        backend: str = AUTO,
     ) -> None:
         self.spec = spec
         self.block_size = spec.block_size
         self.num_blocks = num_blocks
         self.num_tokens = num_tokens
         self.table = table
+        self._backend = backend
+        self._under: dict[str, _Kind] = {}
 
     def chosen(self, context: AttentionContext) -> Chosen:
-        """What serves such a call with this context, after the checks. Raises: InputError, NotAvailableError."""
+        """What serves such a call with this context, after the checks. Raises: InputError, NotAvailableError.
+
+        That is what `attention_backend` allows where it is asked; each backend has a key of its own into the scratch.
+        """
+        backend = attention_backend().name
+        if backend != self._backend:
+            return self._of(backend).chosen(context)
         scratch = context.scratch
         found: Chosen | None = scratch.get(self)
         of: _ContextFields | None = scratch.get(_ContextFields)
@@ -148,13 +123,28 @@ class _Kind:
             if found is not None:
                 return found
         else:
-            # See Note [Scratch of a context].
-            scratch.clear()
-            scratch[_ContextFields] = _ContextFields.of(context)
+            _begin_anew(context, of)
         check_context(context, self.num_tokens, self.num_blocks, self.block_size)
         spec = dataclasses.replace(self.spec, is_static=context.is_static, is_decode=context.is_decode)
-        chosen = scratch[self] = _choose(spec, self.table)
+        chosen = scratch[self] = _choose(spec, in_order(self.table, spec), self._backend)
         return chosen
+
+    def _of(self, backend: str) -> _Kind:
+        """The same calls under another backend."""
+        known = self._under.get(backend)
+        if known is None:
+            known = _Kind(self.spec, self.num_tokens, self.num_blocks, self.table, backend)
+            known = self._under.setdefault(backend, known)
+        return known
+
+
+def _begin_anew(context: AttentionContext, before: _ContextFields | None) -> None:
+    """Notes whose scratch it is. See Note [Scratch of a context]."""
+    scratch = context.scratch
+    # For a static copy that nobody has called with, the runtime may have noted lengths.
+    if before is not None or not context.is_static:
+        scratch.clear()
+    scratch[_ContextFields] = _ContextFields.of(context)
 
 
 class _ContextFields(NamedTuple):
@@ -219,6 +209,7 @@ def _kind(
         head_size=q[2],
         block_size=k_cache[1],
         window_size=window_size,
+        num_tokens=q[0],
     )
     return _Kind(spec, q[0], k_cache[0], IMPLEMENTATIONS)
 
@@ -268,6 +259,8 @@ def _why_not_captured(
         return f"{chosen.name} reads lengths on the host: a replay would go on with those of the step that was captured"
     if not context.is_static:
         return f"{chosen.name} would read the tensors of this step's context for ever: it is not the static copy"
+    if chosen.load_refusal is not None:
+        return chosen.load_refusal()(q, k_cache, scale, window_size, context)
     return None
 
 

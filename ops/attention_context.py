@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import InputError
+from .attention_plans import Lengths, key_of_plans, renew_plans
 from .context import context_field, host_field
 from .staging import host_integers, to_device
 
@@ -24,8 +25,7 @@ class AttentionContext:
     `s - n` to `s - 1`, and whatever lies before is read from the cache.
 
     When a whole forward is captured, the runtime keeps a static copy (`as_static`), which the capture reads, and fills
-    it before each run. A context class may define `plan()`: it is called on the static copy, outside of captures,
-    before each run. This one needs none yet.
+    it before each run, and calls `plan_for` of the copy. See Note [Plans of a context] in attention_plans.py.
 
     Raises:
         InputError: the fields disagree about the number of requests.
@@ -124,6 +124,22 @@ class AttentionContext:
         for name, value in {**fields, **host, "is_static": True}.items():
             object.__setattr__(static, name, value)
         return static
+
+    def plan_for(self, step: AttentionContext | None) -> None:
+        """Renews the plans of a static copy for what it was filled with; outside of captures, before it is read.
+
+        Args:
+            step: the context that it was filled from; None: padding, which has no requests.
+        """
+        lengths = Lengths((), ()) if step is None else Lengths(step.query_lens_host, step.seq_lens_host)
+        renew_plans(self, lengths)
+
+    def plan_key(self) -> Hashable:
+        """What captures made with this static copy have frozen of its plans; None: nothing.
+
+        Other than when a capture was made: it must not be replayed.
+        """
+        return key_of_plans(self)
 
     @classmethod
     def build(

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ..errors import NotAvailableError
+from .attention_choice import AUTO
 from .attention_context import AttentionContext
 
 
@@ -37,6 +38,8 @@ class AttentionSpec:
     """Whether the context is the runtime's static copy, of which nothing can be read on the host."""
     is_decode: bool = False
     """Whether every request has exactly one new token; False for a static context, where it is not known."""
+    num_tokens: int = 0
+    """Rows of q; 0 where that is not known."""
 
 
 class AttentionForward(Protocol):
@@ -77,6 +80,14 @@ class AttentionPrepare(Protocol):
     ) -> Callable[[AttentionContext], None]: ...
 
 
+class RefuseCapture(Protocol):
+    """Why a call cannot be captured with a static context, as far as that depends on it; None when it can."""
+
+    def __call__(
+        self, q: torch.Tensor, k_cache: torch.Tensor, scale: float, window_size: int, context: AttentionContext, /
+    ) -> str | None: ...
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionImplementation:
     """A row of the table from which the implementation is chosen."""
@@ -92,6 +103,14 @@ class AttentionImplementation:
     """Whether a call under a static context can be captured whole: it launches kernels, the same ones in each step."""
     load_prepare: Callable[[], AttentionPrepare] | None = None
     """Imports and returns what makes its calls ready; None: its forward is called as ever."""
+    load_refusal: Callable[[], RefuseCapture] | None = None
+    """Imports and returns what knows of an obstacle to a capture; None: with a static context there is none."""
+    backend: str = ""
+    """What `attention_backend` calls it; its name, if not given."""
+
+    def __post_init__(self) -> None:
+        if not self.backend:
+            object.__setattr__(self, "backend", self.name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,21 +143,29 @@ class Chosen(NamedTuple):
         return self.implementation.load_prepare()(*tensors, scale, window_size)
 
 
-@functools.lru_cache(maxsize=256)
-def choose(spec: AttentionSpec, table: tuple[AttentionImplementation, ...]) -> Chosen:
-    """The first implementation of `table` that supports `spec`.
+@functools.lru_cache(maxsize=1024)
+def choose(spec: AttentionSpec, table: tuple[AttentionImplementation, ...], backend: str = AUTO) -> Chosen:
+    """The first implementation of `table` that supports `spec`; of those of `backend`, if that is not auto.
 
     Raises:
-        NotAvailableError: none does; the message lists each one with its reason.
+        NotAvailableError: none does, or `backend` is not that of any row; the message lists each one with its reason.
     """
     passed_over: list[tuple[str, str]] = []
     for implementation in table:
+        if backend not in (AUTO, implementation.backend):
+            continue
         reason = implementation.reject(spec)
         if reason is None:
             choice = Choice(name=implementation.name, reason=implementation.why, passed_over=tuple(passed_over))
             return Chosen(implementation.name, implementation.load(), implementation, choice)
         passed_over.append((implementation.name, reason))
     reasons = "".join(f"\n  {name}: {reason}" for name, reason in passed_over)
+    if backend == AUTO:
+        raise NotAvailableError(
+            f"paged_attention: no implementation supports {spec}; change the dtype, the cache or the device:{reasons}"
+        )
+    others = dict.fromkeys(row.backend for row in table if row.backend != backend and row.reject(spec) is None)
     raise NotAvailableError(
-        f"paged_attention: no implementation supports {spec}; change the dtype, the cache or the device:{reasons}"
+        f"attention_backend: expected one that supports {spec}: {', '.join((AUTO, *others)) if others else 'none does'}"
+        f"; got {backend}, which cannot; pass one of the former:{reasons or ' nothing has that name'}"
     )

@@ -20,7 +20,7 @@ from .entries import Entry
 from .events import Recorder
 from .known_layout import KnownLayout
 from .programs import AnyProgram
-from .static_context import AddressKey, StaticContext, has_grown
+from .static_context import AddressKey, StaticContext, has_grown, plan_key
 
 MAX_STALE = 4
 """Times in a row that a capture may go stale early before its bucket is captured no more."""
@@ -85,6 +85,8 @@ class Slot:
     reads_context: bool = False
     """Whether what is captured has read the context itself, and not only its split ops."""
     address_key: AddressKey = ()
+    plan_key: Hashable = None
+    """What it has frozen of the plans of the static context."""
     attributes: Mapping[str, Any] | None = None
     """The debug mode: plain attributes of the model's modules that it has frozen."""
     waits: bool = False
@@ -116,6 +118,7 @@ class Slot:
         self.context = context if self.reads_static_context else None
         self.plain = (type(context), *plain_values(context))
         self.address_key = table.context.address_key(context, tokens_only=not self.is_whole)
+        self.plan_key = plan_key(context) if self.is_whole else None
 
     def stale(
         self, table: Table, step: Step, tensors: Mapping[str, torch.Tensor], context: object, model: torch.nn.Module
@@ -157,6 +160,8 @@ class Slot:
             if address_key != self.address_key:
                 grew = has_grown(self.address_key, address_key)
                 return _GREW if grew else f"the static tensors of the context {kind} moved"
+        if self.is_whole and plan_key(context) != self.plan_key:
+            return f"a plan of the context {kind} is of another form"
         return None
 
     def went_stale(self, why: str) -> None:

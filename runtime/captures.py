@@ -26,6 +26,7 @@ from ..graphs.inputs import TOKENS, InputContract
 from ..graphs.outputs import OutputContract, map_leaves
 from ..graphs.program import assemble
 from ..graphs.split_calls import memory_address
+from ..ops.attention_choice import AttentionBackend, use_attention_backend
 from ..ops.context import noting_reads, use_context
 from ..ops.deferred import awaited
 from ..phases import Backend, GraphConfig, Phase
@@ -48,7 +49,7 @@ from .forward import check_written
 from .known_layout import KnownLayout, LayoutReader
 from .padding_step import under_ambient_state
 from .programs import EagerProgram
-from .static_context import ContextDoesNotFit
+from .static_context import ContextDoesNotFit, plan_key
 from .step import inside_step
 from .step_context import pad_context, warn_of_forgotten
 from .step_plans import StepPlans, copied
@@ -72,13 +73,16 @@ class Captures:
         bindings: ModelBindings,
         reader: LayoutReader | None,
         deferring: Set[Phase] = frozenset(),
+        attention: AttentionBackend | None = None,
     ) -> None:
         """Makes no capture yet.
 
         Args:
             reader: reads the layouts of steps; without one, each step goes through all checks.
             deferring: phases whose captures wait until `capture_waiting` makes them, outside of a step.
+            attention: what serves attention in what is run and captured here.
         """
+        self._attention = attention or AttentionBackend()
         self._deferring = deferring
         self.on_waiting: Callable[[], None] = lambda: None
         """Called when a step has left something to be captured."""
@@ -142,7 +146,7 @@ class Captures:
             slot.last_step = entry.num_steps
             replays = slot.num_replays
             try:
-                with torch.inference_mode(), use_context(context), inside_step():
+                with self._scope(context):
                     outputs, structure = self._outputs_of(slot, table, step, tensors, context)
                     result = assemble(structure, outputs, tensors, step.sizes, step.bound.sizes)
             finally:
@@ -177,7 +181,7 @@ class Captures:
         Raises:
             InputError: the context's fields do not fit the inputs.
             CaptureError: a split op returned something else than when the bucket was captured.
-            Whatever a split op or `plan()` of the context raises.
+            Whatever a split op, `plan()` or `plan_for` of the context raises.
         """
         assert self.plans is not None
         plan = self.plans.find(known)
@@ -192,7 +196,8 @@ class Captures:
                 if slot.context_changed(plan.table, context) is not None:
                     return NOT_CAPTURED
             slot.last_step = step.entry.num_steps
-            plan.replay(known.sources, context)
+            if not plan.replay(known.sources, context):
+                return NOT_CAPTURED
             self._room.used(slot)
             plan.count()
             self.plans.num_steps += 1
@@ -218,7 +223,9 @@ class Captures:
                     return False  # under other settings of torch it would be another one
                 slot.waits = False
                 self._room.make_room(slot, recorder)
-                with torch.inference_mode(), use_context(slot.context), inside_step():
+                if not self._plan_again(slot, recorder):
+                    return False
+                with self._scope(slot.context):
                     return self._capture_and_settle(slot, recorder)
 
     def can_hold(self, entry: Entry) -> bool:
@@ -273,6 +280,26 @@ class Captures:
             if self.plans is not None:
                 self.plans.clear()
             self._device.give_back()
+
+    @contextlib.contextmanager
+    def _scope(self, context: object) -> Iterator[None]:
+        """What the model runs and is captured in."""
+        attention = use_attention_backend(self._attention)
+        with torch.inference_mode(), use_context(context), attention, inside_step():
+            yield
+
+    def _plan_again(self, slot: Slot, recorder: Recorder) -> bool:
+        """Has a context that was filled for an earlier step plan anew, for padding; whether that went well."""
+        if not slot.is_whole:
+            return True
+        try:
+            with use_attention_backend(self._attention):
+                self._slots.table(slot.entry).context.plan_padding(slot.context)
+        except Exception as error:  # whatever a context does: no step is running
+            slot.refuse(f"the context cannot plan for padding: {_in_words(error)}")
+            recorder.fallback(str(slot.refused))
+            return False
+        return True
 
     def _context(self, table: Table, slot: Slot, step: Step, context: object) -> object:
         """What the split ops of a step with this context read; where captured code may too, at fixed addresses."""
@@ -430,6 +457,7 @@ class Captures:
             buffered=buffered_outputs(slot.work, outputs),
         )
         slot.reads_context = bool(reads)
+        slot.plan_key = plan_key(slot.context) if slot.is_whole else None
         by_address = self._slots.table(slot.entry).inputs.by_address
         held = {name: tensor for name, tensor in slot.work.tensors.items() if name in by_address}
         eager = isinstance(slot.work.forward, EagerProgram)
@@ -466,7 +494,9 @@ class Captures:
         def recapture(slot: Slot, its_recorder: Recorder) -> None:
             if under_ambient_state(slot.entry.signature) != slot.entry.signature:
                 return  # under the settings of torch of this thread it would be another one; its next step captures it
-            with torch.inference_mode(), use_context(slot.context), inside_step():
+            if not self._plan_again(slot, its_recorder):
+                return
+            with self._scope(slot.context):
                 self._capture(slot, its_recorder)
 
         self._room.compact(list(self._slots), recapture, recorder)

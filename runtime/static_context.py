@@ -7,7 +7,7 @@ of one shape for each bucket, at the start of a buffer that is as large as the l
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -82,7 +82,7 @@ class StaticContext:
         self.generation = 0
         """Grows whenever contexts of known layouts may get other static tensors than before."""
         self.is_written = False
-        """Whether something else than `fill` writes into the static tensors: `plan()`, or an operator."""
+        """Whether something else than a fill writes into the static tensors: `plan()`, or an operator."""
 
     @property
     def num_bytes(self) -> int:
@@ -90,7 +90,7 @@ class StaticContext:
         return self._buffers.num_bytes
 
     def fill(self, context: object, bound: BoundInputs, bucket: int) -> object:
-        """Copies a step's context into the static buffers, then calls `plan()` of the copy if it has one.
+        """Copies a step's context into the static buffers, then has the copy plan for it; see `plan_context`.
 
         Must not be called inside a capture.
 
@@ -112,11 +112,24 @@ class StaticContext:
         with torch.no_grad():
             fields = {name: self._fill(context, name, *field, bucket) for name, field in declared.items()}
         copied = self._copy(context, fields, bucket)
-        plan = getattr(copied, "plan", None)
-        if callable(plan):
-            self.is_written = True  # it may
-            plan()
+        self.is_written |= plan_context(copied, context)
         return copied
+
+    def plan_padding(self, copied: object) -> None:
+        """Has what `fill` returned plan for a step of nothing but padding: before a capture that no step precedes.
+
+        Other steps have planned since it was filled, and their values lie in its tensors. Not inside a capture.
+
+        Raises: whatever `plan()` or `plan_for` of the context raises.
+        """
+        if not (callable(getattr(copied, "plan", None)) or callable(getattr(copied, "plan_for", None))):
+            return
+        with torch.no_grad():
+            for name, padding in padded_fields(copied).items():
+                if isinstance(tensor := getattr(copied, name), torch.Tensor):
+                    tensor.fill_(0 if padding.value == "last" else padding.value)
+        self.forget_tails()
+        self.is_written |= plan_context(copied, None)
 
     def targets(self, context: object, copied: object) -> list[Target]:
         """What `fill`, which returned `copied` for `context`, did with each tensor, in the order of the fields."""
@@ -257,6 +270,27 @@ class StaticContext:
             if not has_default(field) and type(known.context) is type(context):
                 object.__setattr__(known.context, field.name, getattr(context, field.name))
         return known.context
+
+
+def plan_context(copied: object, step: object) -> bool:
+    """Calls `plan()` and `plan_for(step)` of a static copy, as far as it has them; whether it may have been written.
+
+    Args:
+        step: the context that it was filled from; None: padding. `plan_for` reads its host values, and does not write
+            what was filled; `plan()` may.
+    """
+    plan, plan_for = getattr(copied, "plan", None), getattr(copied, "plan_for", None)
+    if callable(plan):
+        plan()
+    if callable(plan_for):
+        plan_for(step)
+    return callable(plan)
+
+
+def plan_key(copied: object) -> Hashable:
+    """What a capture with a static copy has frozen of its plans: its `plan_key()`, if it has that."""
+    key = getattr(copied, "plan_key", None)
+    return key() if callable(key) else None
 
 
 def has_grown(old: AddressKey, new: AddressKey) -> bool:

@@ -12,7 +12,7 @@ the long way, which says why, and makes another plan. The debug modes always tak
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from .capture_slot import Slot, Step, Table
 from .entry_table import is_plain
 from .events import Scope
 from .known_layout import KnownLayout, LayoutReader
-from .static_context import has_default
+from .static_context import has_default, plan_key
 from .step import enter_step, leave_step
 
 MAX_PLANS = 1024
@@ -48,6 +48,7 @@ class StepPlan:
         "_generation",
         "_host_fields",
         "_output",
+        "_plan_for",
         "_program",
         "_rows",
         "_share",
@@ -74,6 +75,8 @@ class StepPlan:
         self._rows = table.rows
         self._tensors = tensors
         self._context = context if slot.is_whole else None
+        plan_for = getattr(self._context, "plan_for", None)
+        self._plan_for: Callable[[object], None] | None = plan_for if callable(plan_for) else None
         targets = table.inputs.targets(step.bound.tensors, tensors)
         if slot.is_whole:
             targets += table.context.targets(step.context, context)
@@ -114,17 +117,18 @@ class StepPlan:
             and addresses.hold()
         )
 
-    def replay(self, sources: Sequence[torch.Tensor], context: object) -> None:
-        """Fills what is static, and replays.
+    def replay(self, sources: Sequence[torch.Tensor], context: object) -> bool:
+        """Fills what is static, and replays; False if a plan of the context shows that this may not be a replay.
 
         Args:
             sources: see `KnownLayout`.
             context: where the forward is captured whole, the step's own; else what its split ops read.
 
-        Raises: as `Capture.replay`; whatever `plan()` of the context raises.
+        Raises: as `Capture.replay`; whatever `plan()` or `plan_for` of the context raises.
         """
+        given = context
         if self.slot.is_whole:
-            given, context = context, self._context
+            context = self._context
             for name in self._host_fields:
                 object.__setattr__(context, name, getattr(given, name))
             if self.table.context.is_written:
@@ -140,6 +144,11 @@ class StepPlan:
                 with torch.inference_mode():
                     if not callable(plan):
                         self._fill.run(sources)
+                    if self._plan_for is not None:
+                        self._plan_for(given)
+                        if plan_key(context) != self.slot.plan_key:
+                            self.table.forget_tails()
+                            return False
                     self._capture.replay()
             finally:
                 leave_step(inside)
@@ -147,6 +156,7 @@ class StepPlan:
         except BaseException:
             self.table.forget_tails()
             raise
+        return True
 
     def count(self) -> None:
         """Counts a step that went well."""

@@ -14,6 +14,7 @@ from ..errors import CompileError, ConfigError, ContextError, InputError
 from ..graphs.ambient import autocast_of
 from ..graphs.inputs import TOKENS, BoundInputs, InputContract, Signature
 from ..graphs.program import Program
+from ..ops.attention_choice import AttentionBackend, use_attention_backend
 from ..ops.context import use_context
 from ..phases import Phase, Resolved
 from .capture_slot import Step
@@ -46,6 +47,7 @@ class WarmUp:
         examples: BoundInputs | None,
         example_context: object,
         programs: Sequence[BoundProgram],
+        attention: AttentionBackend,
     ) -> None:
         self._resolved = resolved
         self._config = resolved.config
@@ -56,6 +58,7 @@ class WarmUp:
         self._examples = examples
         self._example_context = example_context
         self._programs = programs
+        self._attention = attention
 
     def run(self, phase: Phase, buckets: Sequence[int] | None) -> None:
         """Builds and captures buckets of a phase, all if None, and builds what lies above the ladder.
@@ -201,7 +204,8 @@ class WarmUp:
         with _streams_of_its_own(devices):
             context = pad_context(self._example_context, padding, size, self._contract, recorder.warn)
             tensors = self._contract.pad_to_bucket(padding, size)
-            with torch.inference_mode(), use_context(context), inside_step():
+            attention = use_attention_backend(self._attention)
+            with torch.inference_mode(), use_context(context), attention, inside_step():
                 yield lambda program: program(tensors, sizes, padding.sizes)
 
     @property

@@ -219,7 +219,7 @@ def test_the_operator_takes_it_for_a_static_context(monkeypatch: pytest.MonkeyPa
             paged_attention(*args[:-1])
 
     check(step, through_the_operator, static, rtol=1e-10, atol=1e-12)
-    native, torch_static_row = attention.IMPLEMENTATIONS[1:]
+    native, torch_static_row = attention.IMPLEMENTATIONS[2:]
     assert (native.name, torch_static_row.name) == ("torch_native", "torch_static")
     monkeypatch.setattr(attention, "IMPLEMENTATIONS", (native,))
     with pytest.raises(NotAvailableError, match="torch_native: reads lengths on the host"):
