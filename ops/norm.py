@@ -9,7 +9,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..errors import InputError
+from . import flashinfer, sgl_kernel
 from .fused import fused_op
+from .opaque import opaque
+from .packages import needs
+
+_TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @fused_op("rms_norm")
@@ -79,6 +84,139 @@ def _torch_fused_add_rms_norm(
         return fused_add_rms_norm.native(x, residual, weight, eps, variance_size)
     total = x + residual
     return F.rms_norm(total, total.shape[-1:], weight, eps), total
+
+
+def _fake_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, variance_size: int | None = None) -> torch.Tensor:
+    return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype))
+
+
+@rms_norm.kernel(
+    "triton",
+    device_types=("cuda",),
+    available=needs("triton", "triton"),
+    dtypes=_TRITON_DTYPES,
+    why="one kernel, whatever the strides of the rows",
+)
+@opaque("triton_rms_norm", fake=_fake_rms_norm)
+def _triton_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, variance_size: int | None = None
+) -> torch.Tensor:
+    """A kernel; the native body where dtypes differ, where shapes do not fit, and until the kernel is compiled."""
+    if _fits(x, weight, variance_size):
+        from .triton.norm import rms_norm as kernel
+
+        result = kernel(x, weight, eps, variance_size)
+        if result is not None:
+            return result
+    return rms_norm.native(x, weight, eps, variance_size).contiguous()
+
+
+def _fake_fused_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, variance_size: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype = torch.promote_types(x.dtype, residual.dtype)
+    return x.new_empty(x.shape, dtype=torch.promote_types(dtype, weight.dtype)), x.new_empty(x.shape, dtype=dtype)
+
+
+@fused_add_rms_norm.kernel(
+    "triton",
+    device_types=("cuda",),
+    available=needs("triton", "triton"),
+    dtypes=_TRITON_DTYPES,
+    why="one kernel, whatever the strides of the rows",
+)
+@opaque("triton_fused_add_rms_norm", fake=_fake_fused_add_rms_norm)
+def _triton_fused_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, variance_size: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A kernel; the native body where `_triton_rms_norm` has it."""
+    if x.shape == residual.shape and x.dtype == residual.dtype and _fits(x, weight, variance_size):
+        from .triton.norm import fused_add_rms_norm as kernel
+
+        results = kernel(x, residual, weight, eps, variance_size)
+        if results is not None:
+            return results
+    normed, total = fused_add_rms_norm.native(x, residual, weight, eps, variance_size)
+    return normed.contiguous(), total.contiguous()
+
+
+def _fits(x: torch.Tensor, weight: torch.Tensor, variance_size: int | None) -> bool:
+    is_norm = x.dim() > 0 and weight.shape == x.shape[-1:] and weight.dtype == x.dtype
+    return is_norm and (variance_size is None or 1 <= variance_size <= x.shape[-1])
+
+
+def _fits_packages(x: torch.Tensor, weight: torch.Tensor, variance_size: int | None) -> bool:
+    """Whether the kernels of packages, which move 16 bytes at once, have this formula. Asked in traces too."""
+    is_plain = variance_size is None and x.dtype in sgl_kernel.DTYPES
+    return is_plain and _fits(x, weight, None) and x.shape[-1] % 8 == 0
+
+
+@rms_norm.kernel(
+    "sgl_kernel",
+    device_types=("cuda",),
+    available=sgl_kernel.available,
+    dtypes=sgl_kernel.DTYPES,
+    min_capability=sgl_kernel.MIN_CAPABILITY,
+)
+def _sgl_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, variance_size: int | None = None) -> torch.Tensor:
+    """The native body where `_fits_packages` says no, as with a `variance_size`. Rounds once, behind the weight."""
+    if not _fits_packages(x, weight, variance_size):
+        return rms_norm.native(x, weight, eps, variance_size)
+    result: torch.Tensor = sgl_kernel.rms_norm(x, weight, eps)
+    return result
+
+
+@fused_add_rms_norm.kernel(
+    "sgl_kernel",
+    device_types=("cuda",),
+    available=sgl_kernel.available,
+    dtypes=sgl_kernel.DTYPES,
+    min_capability=sgl_kernel.MIN_CAPABILITY,
+    why="writes into its arguments: copies of them, here",
+)
+def _sgl_fused_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, variance_size: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_sgl_rms_norm`. Norms the sum before it is rounded."""
+    if not _fits_packages(x, weight, variance_size) or x.shape != residual.shape or x.dtype != residual.dtype:
+        return fused_add_rms_norm.native(x, residual, weight, eps, variance_size)
+    results: tuple[torch.Tensor, torch.Tensor] = sgl_kernel.fused_add_rms_norm(x, residual, weight, eps)
+    return results
+
+
+@rms_norm.kernel(
+    "flashinfer",
+    device_types=("cuda",),
+    available=flashinfer.available,
+    dtypes=flashinfer.DTYPES,
+    min_capability=flashinfer.MIN_CAPABILITY,
+)
+def _flashinfer_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, variance_size: int | None = None
+) -> torch.Tensor:
+    """As `_sgl_rms_norm`."""
+    if not _fits_packages(x, weight, variance_size):
+        return rms_norm.native(x, weight, eps, variance_size)
+    result: torch.Tensor = flashinfer.rms_norm(x, weight, eps)
+    return result
+
+
+@fused_add_rms_norm.kernel(
+    "flashinfer",
+    device_types=("cuda",),
+    available=flashinfer.available,
+    dtypes=flashinfer.DTYPES,
+    min_capability=flashinfer.MIN_CAPABILITY,
+    why="writes into its arguments: copies of them, here",
+)
+def _flashinfer_fused_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, variance_size: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_sgl_fused_add_rms_norm`."""
+    if not _fits_packages(x, weight, variance_size) or x.shape != residual.shape or x.dtype != residual.dtype:
+        return fused_add_rms_norm.native(x, residual, weight, eps, variance_size)
+    results: tuple[torch.Tensor, torch.Tensor] = flashinfer.fused_add_rms_norm(x, residual, weight, eps)
+    return results
 
 
 class RMSNorm(nn.Module):
