@@ -15,6 +15,7 @@ import triton
 from ..deferred import Submit
 from .kv_store import store_constants, store_grid
 from .launch import Grid, Way, is_interpreted
+from .rotary_store import rotary_grid, rotary_last
 from .row_attention import attend_rows
 from .tile_attention import attend_tiles
 from .tuning import Tuning, pick_tuning
@@ -55,6 +56,13 @@ class Pending(NamedTuple):
     """In which step it was submitted last: no other layer of that step has to. Weak: a layout outlives its users."""
 
 
+class Rotated(NamedTuple):
+    """What holds the rotated q: contiguous."""
+
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Layout:
     """What calls have in common that the same compiled kernels serve; there is one object of each."""
@@ -64,6 +72,8 @@ class Layout:
     window: int
     tuning: Tuning
     padded_head_size: int
+    rotated: Rotated | None
+    """What the attention kernels read in place of q, if the store rotates."""
     store_grid: Grid
     store_last: tuple[int, ...]
     """Last arguments of the store."""
@@ -98,11 +108,21 @@ def layout_of(
     scale: float,
     window_size: int,
     tuning: Tuning | None,
+    rotary_half: int | None = None,
 ) -> Layout:
-    """The one layout of these arguments; `alignments` are not read, but are part of what is the same."""
+    """The one layout of these arguments; `alignments` are not read, but are part of what is the same.
+
+    Args:
+        dtypes: of q, k, v, k_cache, v_cache and out, and where the store rotates of cos and sin.
+        strides: of the same.
+        rotary_half: `rotary_size // 2`; None: the store does not rotate.
+    """
     num_rows, num_heads, head_size = q_shape
-    q, k, v, k_cache, v_cache, out = strides
+    q, k, v, k_cache, v_cache, out, *angles = strides
     cache_strides = (*k_cache, *v_cache)
+    grid, store_last = _store(q_shape, num_kv_heads, block_size, (q, k, v, *angles), cache_strides, rotary_half)
+    if rotary_half is not None:
+        q = (num_heads * head_size, head_size, 1)
     group_size = num_heads // num_kv_heads
     tuning = tuning or pick_tuning(dtypes[0], head_size, group_size)
     padded = max(16, int(triton.next_power_of_2(head_size)))
@@ -146,13 +166,29 @@ def layout_of(
         window=window,
         tuning=tuning,
         padded_head_size=padded,
-        store_grid=store_grid(num_rows, num_kv_heads, head_size),
-        store_last=(
-            *(*k[:2], *v[:2]),
-            *store_constants(num_kv_heads, block_size, head_size, k[2], v[2], cache_strides),
-        ),
+        rotated=Rotated(q_shape, dtypes[0]) if rotary_half is not None else None,
+        store_grid=grid,
+        store_last=store_last,
         num_splits=num_splits,
         rows=rows,
         tiles=tiles,
         row_options=(lone_options, row_options),
     )
+
+
+def _store(
+    q_shape: tuple[int, int, int],
+    num_kv_heads: int,
+    block_size: int,
+    strides: tuple[tuple[int, ...], ...],
+    cache_strides: tuple[int, ...],
+    rotary_half: int | None,
+) -> tuple[Grid, tuple[int, ...]]:
+    """(grid, last arguments) of the store; strides: those of q, k, v and, if it rotates, cos and sin."""
+    num_rows, num_heads, head_size = q_shape
+    _, k, v, *_ = strides
+    if rotary_half is None:
+        constants = store_constants(num_kv_heads, block_size, head_size, k[2], v[2], cache_strides)
+        return store_grid(num_rows, num_kv_heads, head_size), (*k[:2], *v[:2], *constants)
+    last = rotary_last(num_heads, num_kv_heads, block_size, head_size, rotary_half, strides, cache_strides)
+    return rotary_grid(num_rows, num_heads, num_kv_heads, head_size), last

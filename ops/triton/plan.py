@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import InputError
-from ..deferred import Submit
+from ..deferred import Deferred
 from .kv_store import store_rows
 from .launch import Call, Grid, Way, addresses_of, is_interpreted, launch_on, quick_launch
 from .layout import Kernel, Layout, Pending
+from .rotary_store import NUM_WARPS, rotate_and_store
 from .row_attention import attend_rows
 from .tile_attention import attend_tiles
 
@@ -47,6 +48,8 @@ class Plan:
     table: torch.Tensor
     memory: tuple[torch.Tensor, ...]
     """What splits share: arguments of the attention kernel after `start`, `lens` and `table`."""
+    rotated: torch.Tensor | None
+    """Gets the rotated q of each layer in turn; see `memory_for_q`."""
     numbers: tuple[int | float, ...]
     """The arguments after those."""
     quick: tuple[Any, ...] | None = None
@@ -106,10 +109,26 @@ def _plan(layout: Layout, context: AttentionContext) -> Plan:
         lens=lens,
         table=table,
         memory=memory,
+        rotated=_empty_q(layout) if layout.rotated is not None and not context.is_static else None,
         numbers=_numbers(num_reqs, start, lens, table, kernel),
     )
     _make_quick(plan)
     return plan
+
+
+def memory_for_q(plan: Plan) -> torch.Tensor:
+    """What a call of a plan whose store rotates has the rotated q in, until its kernels ran; contiguous.
+
+    One for all layers of a step, which are on one stream. Not for a static context, whose scratch lives as long as the
+    captures of its bucket: there each call allocates, so that a capture takes it from its pool and later kernels of the
+    same capture get it again.
+    """
+    return plan.rotated if plan.rotated is not None else _empty_q(plan.layout)
+
+
+def _empty_q(layout: Layout) -> torch.Tensor:
+    assert layout.rotated is not None
+    return torch.empty(layout.rotated.shape, dtype=layout.rotated.dtype, device=layout.device)
 
 
 def _numbers(
@@ -156,8 +175,9 @@ def _no_memory(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.
 def launch(plan: Plan, tensors: tuple[torch.Tensor, ...]) -> None:
     """Launches the ordinary way; from then on the plan knows the quick one, if there is one."""
     layout = plan.layout
-    store, attend = _calls(plan, tensors)
     with launch_on(store_rows, tensors[0]):
+        rotated = memory_for_q(plan) if layout.rotated is not None else None
+        store, attend = _calls(plan, tensors, rotated)
         stored, attended = store.launch(), attend.launch()
         if plan.kinds not in layout.compiled:
             ways = quick_launch(stored), quick_launch(attended)
@@ -167,20 +187,29 @@ def launch(plan: Plan, tensors: tuple[torch.Tensor, ...]) -> None:
     _make_quick(plan)
 
 
-def _calls(plan: Plan, tensors: tuple[torch.Tensor, ...]) -> tuple[Call, Call]:
-    """The launches of the store and of the attention kernel."""
-    q, k, v, k_cache, v_cache, out = tensors
+def _calls(plan: Plan, tensors: tuple[torch.Tensor, ...], rotated: torch.Tensor | None = None) -> tuple[Call, Call]:
+    """The launches of the store and of the attention kernel; without `rotated` not to be made, if the store rotates."""
+    q, k, v, k_cache, v_cache, out, *angles = tensors
     layout = plan.layout
     tables = (plan.start, plan.lens, plan.table, *plan.memory)
     attend, kernel = (attend_tiles, layout.tiles) if plan.uses_tiles else (attend_rows, layout.rows)
-    store_arguments = (k, v, k_cache, v_cache, plan.slots, plan.slots.stride(0), *layout.store_last)
-    return (
-        Call(store_rows, layout.store_grid, store_arguments, {"num_warps": 4}),
-        Call(attend, plan.grid, (q, k_cache, v_cache, out, *tables, *plan.numbers), kernel.options),
-    )
+    last = (k_cache, v_cache, plan.slots, plan.slots.stride(0), *layout.store_last)
+    if layout.rotated is None:
+        store = Call(store_rows, layout.store_grid, (k, v, *last), {"num_warps": 4})
+    else:
+        turned = rotated if rotated is not None else _no_q(layout)
+        store = Call(rotate_and_store, layout.store_grid, (turned, q, k, v, *angles, *last), {"num_warps": NUM_WARPS})
+        q = turned
+    return store, Call(attend, plan.grid, (q, k_cache, v_cache, out, *tables, *plan.numbers), kernel.options)
 
 
-def is_ready(plan: Plan, tensors: tuple[torch.Tensor, ...], submit: Submit) -> bool:
+def _no_q(layout: Layout) -> torch.Tensor:
+    """Stands for the memory of the rotated q where nothing is launched: an allocator's memory is as aligned."""
+    assert layout.rotated is not None
+    return torch.empty(0, dtype=layout.rotated.dtype, device=layout.device)
+
+
+def is_ready(plan: Plan, tensors: tuple[torch.Tensor, ...], submit: Deferred) -> bool:
     """Whether a launch of the plan has nothing to compile; if it has, `submit` is given that.
 
     With it, what steps of other sizes are to launch with tensors like these: a prompt is followed by single rows. Once
@@ -196,9 +225,10 @@ def is_ready(plan: Plan, tensors: tuple[torch.Tensor, ...], submit: Submit) -> b
             pending = layout.pending[kinds] = Pending(store.key, attend.key, None)
         if not (pending.store in _WAYS and pending.attend in _WAYS):
             if pending.given_to is None or pending.given_to() is not submit:
-                for call in (*_calls(plan, tensors), *_other_sizes(plan, tensors)):
+                own, others = _calls(plan, tensors), _other_sizes(plan, tensors)
+                for ahead, call in (*((False, call) for call in own), *((True, call) for call in others)):
                     if (key := call.key) not in _WAYS:
-                        submit(key, functools.partial(_compile, key, call))
+                        submit(key, functools.partial(_compile, key, call), ahead=ahead)
                 layout.pending[kinds] = pending._replace(given_to=weakref.ref(submit))
             return False
         ways = _both(_WAYS[pending.store], _WAYS[pending.attend])
@@ -222,8 +252,9 @@ def _other_sizes(plan: Plan, tensors: tuple[torch.Tensor, ...]) -> list[Call]:
 
     Sizes alone tell them from the plan's own, so that a grid and memory that nobody allocated will do.
     """
-    q, _, _, k_cache, v_cache, out = tensors
+    q, _, _, k_cache, v_cache, out, *_ = tensors
     layout = plan.layout
+    q = q if layout.rotated is None else _no_q(layout)
     tables = (plan.start, plan.lens, plan.table)
     memory = _no_memory(layout.device)
     calls = []
