@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -19,10 +20,12 @@ from ..graphs.device import open_device
 from ..graphs.inputs import TOKENS, BoundInputs, InputContract
 from ..graphs.outputs import OutputContract, OutputDims
 from ..graphs.portable import PortableProgram
+from ..ops.attention import check_attention_backend
+from ..ops.attention_choice import AttentionBackend, reset_attention_backend, set_attention_backend
 from ..ops.context import use_context
 from ..ops.deferred import defer_compiles
+from ..ops.fused import use_choice
 from ..ops.fused_choice import Choice as FusedChoice
-from ..ops.fused_choice import choose
 from ..phases import Compiler, GraphConfig, Phase, Startup, resolve
 from .background import Background
 from .cache_root import use_cache_dir
@@ -33,6 +36,7 @@ from .entry_table import EntryTable, is_captured, is_traced
 from .events import Counters, Event, Recorder, Scope
 from .explain import Explanation, explain
 from .forward import check_arguments, check_mapping, check_written
+from .fused_choices import choose_for, floating_dtype, spec_for
 from .import_turns import StepGate
 from .kernels import KernelQueue
 from .known_layout import LayoutReader
@@ -121,10 +125,10 @@ class Runtime:
         # Eager is always among them: a step that no trace holds for is eager code.
         whole = [Compiler.INDUCTOR] if self.resolved.whole else []
         compilers = (Compiler.EAGER, *whole, *(self.config.phase(phase).compiler for phase in Phase))
-        self._fused: dict[Compiler, FusedChoice] = {
-            compiler: choose(self.config.fused_ops, compiler=compiler, device_type=device.type)
-            for compiler in compilers
-        }
+        spec = spec_for(self.config, device, floating_dtype(model))
+        self._fused: dict[Compiler, FusedChoice] = choose_for(self.config, compilers, spec)
+        check_attention_backend(self.config.attention_backend, device.type)
+        self._attention = AttentionBackend(name=self.config.attention_backend)
         self.counters = Counters()
         self._recorder = Recorder(self.counters)
         self._contract = InputContract(dynamic_dims, pad)
@@ -154,6 +158,7 @@ class Runtime:
                 bindings=bindings,
                 reader=self._layouts,
                 deferring=tiered,
+                attention=self._attention,
             )
         self._examples = self._contract.bind(example_inputs) if example_inputs is not None else None
         self._programs = bind_programs(programs, model, self.config)
@@ -180,6 +185,7 @@ class Runtime:
             examples=self._examples,
             example_context=example_context,
             programs=self._programs,
+            attention=self._attention,
         )
         self._tiering: Tiering | None = None
         self._workers = workers
@@ -293,7 +299,32 @@ class Runtime:
                 kernels.begin_held()  # whoever looks at both finds one of them busy
             gate.num_ended, gate.is_at_boundary = gate.num_begun, False
 
+    @contextlib.contextmanager
+    def beside_steps(self) -> Iterator[None]:
+        """Inside, an engine's own code behind a step (logits, sampling) runs the fused ops that eager steps run.
+
+        Like a step, it waits for no compile of a kernel under `startup="tiered"`.
+        """
+        with use_choice(self._fused[Compiler.EAGER]):
+            if self._tiering is None:
+                yield
+                return
+            kernels = self._tiering.kernels
+            try:
+                with defer_compiles(kernels.submit):
+                    yield
+            finally:
+                if kernels.holds:
+                    kernels.begin_held()
+
     def _step(self, phase: Phase | str, inputs: Mapping[str, Any], context: object, copy: bool) -> Any:
+        token = set_attention_backend(self._attention)
+        try:
+            return self._run(phase, inputs, context, copy)
+        finally:
+            reset_attention_backend(token)
+
+    def _run(self, phase: Phase | str, inputs: Mapping[str, Any], context: object, copy: bool) -> Any:
         if self.config.debug_captures:
             check_context(context)
         known = self._layouts.read(phase, inputs, context) if self._layouts is not None else None

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from ...errors import InputError, RuntimeClosedError
-from ...ops.attention import AttentionContext
+from ...ops.attention import AttentionContext, check_attention_backend
 from ...phases import GraphConfig, resolve
 from ..building import start_workers
 from ..runtime import Runtime
@@ -100,6 +100,9 @@ class LLMEngine:
         check_positive(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
         resolve(config, device_type=self.device.type, cuda_available=torch.cuda.is_available())
         self.model_config = ModelConfig.from_directory(self.directory, frozenset(ARCHITECTURES))
+        check_attention_backend(
+            config.attention_backend, self.device.type, dtype=weight_dtype, head_size=self.model_config.head_size
+        )
         self.max_model_len = max_model_len_of(max_model_len, self.model_config.max_position_embeddings)
         self.max_num_seqs, self.max_num_batched_tokens = step_limits_of(
             max_num_seqs=max_num_seqs,
@@ -346,7 +349,7 @@ class LLMEngine:
             hidden = self.runtime.run(schedule.phase, step.inputs, context=step.context)
             if ready:
                 draws = [Draw(params=request.params, place=len(request.token_ids)) for request in ready]
-                with torch.inference_mode():
+                with torch.inference_mode(), self.runtime.beside_steps():
                     tokens = self._sampler.sample(self.model.logits(hidden[step.last_rows]), draws)
         for request, (token, logprobs) in zip(ready, tokens, strict=True):
             request.add(token, logprobs)

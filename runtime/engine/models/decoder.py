@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from ....ops.activation import silu_and_mul
 from ....ops.attention import paged_attention
+from ....ops.linear import Linear
+from ....ops.linear import linear as multiply
 from ....ops.norm import RMSNorm
-from ....ops.rotary import rotary_embedding
+from ....ops.rotary import qk_norm_rotary
+from ....ops.rotary_attention import rotary_paged_attention
 from ..config import ModelConfig
 
 
-def linear(in_features: int, out_features: int, *, bias: bool) -> nn.Linear:
+def linear(in_features: int, out_features: int, *, bias: bool) -> Linear:
     """A projection on the meta device: no memory, no initialisation that the checkpoint would overwrite."""
-    return nn.Linear(in_features, out_features, bias=bias, device="meta")
+    return Linear(in_features, out_features, bias=bias, device="meta")
 
 
 class Attention(nn.Module):
@@ -50,10 +52,13 @@ class Attention(nn.Module):
         heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_size))
         q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotary_embedding(q, k, cos, sin)
-        out = torch.empty_like(q)
-        paged_attention(q, k, v, self.k_cache, self.v_cache, out, self.scale, self.window_size)
+            q, k = qk_norm_rotary(q, k, self.q_norm.weight, self.k_norm.weight, cos, sin, self.q_norm.eps)
+            out = torch.empty_like(q)
+            paged_attention(q, k, v, self.k_cache, self.v_cache, out, self.scale, self.window_size)
+        else:
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)  # q is a view of the projection
+            cache = (self.k_cache, self.v_cache)
+            rotary_paged_attention(q, k, v, cos, sin, *cache, out, self.scale, self.window_size)
         return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
 
 
@@ -125,7 +130,7 @@ class DecoderForCausalLM(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [num_rows, hidden_size]. Returns [num_rows, vocab_size], float32 or wider."""
         weight = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        logits = F.linear(hidden, weight)
+        logits = multiply(hidden, weight)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
