@@ -12,6 +12,9 @@ part failed, or no test ran. Where a command may take ten minutes, these go toge
     --only exec_update,trace                            60 + 120
     --only startup                                      540
     --only straddle                                     360
+    --only floor                                        540
+    --only ops,linear                                   300 + 240
+    --only ncu_traffic                                  150
 """
 
 from __future__ import annotations
@@ -156,6 +159,10 @@ PARTS: dict[str, Callable[[Path, Path], str]] = {
     "trace": benchmark("bench_trace", "--device", "cuda", "--max-seconds", "80", timeout_s=120),
     "startup": benchmark("bench_startup", "--device", "cuda", "--max-seconds", "425", timeout_s=539),
     "straddle": benchmark("bench_straddle", "--device", "cuda", "--max-seconds", "240", timeout_s=360),
+    "floor": benchmark("bench_floor", "--device", "cuda", "--max-seconds", "420", timeout_s=540),
+    "linear": benchmark("bench_linear", "--device", "cuda", "--max-seconds", "150", timeout_s=240),
+    "ops": benchmark("bench_ops", "--device", "cuda", "--max-seconds", "200", timeout_s=300),
+    "ncu_traffic": benchmark("ncu_traffic", "--max-seconds", "80", timeout_s=150),
 }
 """In the order in which they run, the most telling first."""
 

@@ -174,7 +174,7 @@ def _skips(row: dict[str, Any]) -> bool:
 def _cell(row: dict[str, Any], name: str, base: str, form: str) -> str:
     way = row["ways"].get(name, {})
     if "error" in way or "error" in row:
-        return "failed" if "error" in way else NOT_RUN
+        return "failed" if "error" in way and not way["error"].startswith("not begun") else NOT_RUN
     return f"{way['step_ms']:{form}} ({way['step_ms'] / row[base]:.2f} x)" if "step_ms" in way else NOT_RUN
 
 
@@ -337,6 +337,69 @@ def straddle(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def ops(result: dict[str, Any]) -> list[str]:
+    """Each fused op and size: a call of each way in microseconds, and its share of a copy's bandwidth."""
+    order = {op: place for place, op in enumerate(dict.fromkeys(row["op"] for row in result["rows"]))}
+    shown = sorted(result["rows"], key=lambda row: (order[row["op"]], row["tokens"]))
+    names = list(dict.fromkeys(name for row in shown for name in row["ways"]))
+    rows = [[row["op"], str(row["tokens"]), *(_share(row["ways"].get(name)) for name in names)] for row in shown]
+    passed_over: dict[str, None] = {}
+    for row in shown:
+        for name, way in row["ways"].items():
+            if "passed_over" in way:
+                passed_over[f"{name} for {row['op']}: {way['passed_over']}"] = None
+    why = f" Passed over: {'; '.join(passed_over)}." if passed_over else ""
+    return [
+        *markdown(["op", "tokens", *names], rows),
+        "",
+        f"Microseconds a call, and the share of a copy's {result['copy_bytes_per_s'] / 1e12:.2f} TB/s at which it "
+        f"moves its arguments and results; {result['dtype']}, hidden {result['sizes']['hidden']:,}. A dash: there is "
+        f"no such kernel, or it cannot serve.{why}",
+    ]
+
+
+def _share(way: dict[str, Any] | None) -> str:
+    if way is None or "passed_over" in way:
+        return "-"
+    if "error" in way or "us" not in way:
+        return "failed" if "error" in way else NOT_RUN
+    return f"{way['us']:.1f} ({way['share_of_copy']:.0%})"
+
+
+def floor(result: dict[str, Any]) -> list[str]:
+    """Each row of requests x tokens: a step of each way against the floor; below, what a step of ours consists of."""
+    names = list(dict.fromkeys(name for row in result["rows"] for name in row["ways"]))
+    shown = sorted(result["rows"], key=lambda row: (row["context"], row["batch"]))
+    steps, lines_of_time = [], []
+    for row in shown:
+        title = f"{row['batch']} x {row['context']:,}"
+        cells = [_cell(row, name, "floor_ms", ".2f") for name in names]
+        steps.append([title, f"{row['floor_ms']:.2f}", *cells])
+        for name, way in row["ways"].items():
+            if way.get("timeline"):
+                lines_of_time.append((title, name, way["timeline"]))
+    groups = list(dict.fromkeys(group for *_, found in lines_of_time for group in found["groups"]))
+    parts = [
+        [f"{title}, {name}", *(_group_us(found, group) for group in groups), f"{found['gaps_us']:.0f}"]
+        for title, name, found in lines_of_time
+    ]
+    weights, bandwidth = f"{result['weight_bytes'] / 1e9:.1f} GB", f"{result['copy_bytes_per_s'] / 1e12:.2f} TB/s"
+    about = (
+        f"Milliseconds a step, greedy sampling and the read back of the tokens included, and as a multiple of the "
+        f"floor: {weights} of weights and the KV cache, at the {bandwidth} of a copy in the same run. "
+        f"{result['layers']} layers, {result['dtype']}."
+    )
+    lines = [*markdown(["requests x tokens", "floor", *names], steps), "", about]
+    if not parts:
+        return lines
+    lines += ["", *markdown(["one step", *groups, "gaps"], parts), ""]
+    return [*lines, "Microseconds of the device in one step, by what its kernels do, and between them."]
+
+
+def _group_us(found: dict[str, Any], group: str) -> str:
+    return f"{found['groups'][group]['us']:.0f}" if group in found["groups"] else "0"
+
+
 _WAITED = {"before ready": "before ready", "a step": "a step waited", "nobody": "nobody waited"}
 
 
@@ -348,6 +411,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "dispatch": dispatch,
     "startup": startup,
     "straddle": straddle,
+    "floor": floor,
+    "ops": ops,
 }
 """Name of a marker, of a part of gpu_run.py and of a file gpu_NAME.json -> the table's lines."""
 

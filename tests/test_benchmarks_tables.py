@@ -211,6 +211,67 @@ def test_startup_has_a_column_a_policy_and_says_what_failed(tables: ModuleType, 
     assert "decode buckets 1, 2, prefill buckets 64, all met in the first 10 s of steps; none after second 60." in text
 
 
+def test_ops_have_a_row_an_op_and_size_and_say_who_was_passed_over(tables: ModuleType, tmp_path: Path) -> None:
+    missing = {"passed_over": "not installed: pip install sglang-kernel"}
+    ways = {
+        "native, eager": {"us": 21.04, "share_of_copy": 0.004},
+        "triton": {"us": 1.96, "share_of_copy": 0.0449},
+        "sgl_kernel": missing,
+    }
+    rows = [
+        {"op": "silu_and_mul", "tokens": 32, "ways": {"native, eager": {"error": "CUDA error"}, "sgl_kernel": missing}},
+        {"op": "rms_norm", "tokens": 1, "ways": ways},
+        {"op": "silu_and_mul", "tokens": 1, "ways": {"native, eager": {}}},
+        {"op": "rms_norm", "tokens": 4096, "ways": {}, "error": "not begun: no time left"},
+    ]
+    sizes = {"copy_bytes_per_s": 4.2e12, "sizes": {"hidden": 4096}}
+    write(tmp_path, "ops", {**ABOUT, **sizes, "rows": rows})
+    text = tables.rendered("ops", tmp_path)
+    lines = (
+        "| op | tokens | native, eager | sgl_kernel | triton |",
+        "| silu_and_mul | 1 | not run | - | - |",
+        "| silu_and_mul | 32 | failed | - | - |",
+        "| rms_norm | 1 | 21.0 (0%) | - | 2.0 (4%) |",
+        "| rms_norm | 4096 | - | - | - |",
+    )
+    places = [text.index(f"{line}\n") for line in lines]
+    assert places == sorted(places)
+    assert "the share of a copy's 4.20 TB/s at which it moves its arguments and results; bfloat16, hidden 4,096" in text
+    assert text.count("not installed: pip install sglang-kernel") == 2
+    assert "Passed over: sgl_kernel for silu_and_mul: not installed: pip install sglang-kernel; sgl_kernel for" in text
+
+
+def test_floor_shows_steps_and_what_they_consist_of(tables: ModuleType, tmp_path: Path) -> None:
+    found = {
+        "gaps_us": 91.6,
+        "groups": {"linears": {"us": 3601.4, "count": 129}, "attention": {"us": 100.6, "count": 32}},
+    }
+    plain = {"gaps_us": 40.0, "groups": {"linears": {"us": 4000.0, "count": 129}, "other": {"us": 7.0, "count": 3}}}
+    ways = {
+        "full, inductor, auto": {"step_ms": 3.9, "timeline": found},
+        "plain, reduce-overhead": {"step_ms": 4.5, "timeline": plain},
+        "plain, max-autotune captured": {"error": "not begun: no time left"},
+    }
+    rows = [
+        {"batch": 32, "context": 128, "floor_ms": 3.6, "ways": {"full, inductor, auto": {"step_ms": 5.4}}},
+        {"batch": 1, "context": 128, "floor_ms": 3.0, "ways": ways},
+    ]
+    write(tmp_path, "floor", {**ABOUT, "weight_bytes": 15e9, "copy_bytes_per_s": 4.2e12, "rows": rows})
+    text = tables.rendered("floor", tmp_path)
+    for line in (
+        "| requests x tokens | floor | full, inductor, auto | plain, reduce-overhead | plain, max-autotune captured |",
+        "| 1 x 128 | 3.00 | 3.90 (1.30 x) | 4.50 (1.50 x) | not run |",
+        "| 32 x 128 | 3.60 | 5.40 (1.50 x) | not run | not run |",
+        "| one step | linears | attention | other | gaps |",
+        "| 1 x 128, full, inductor, auto | 3601 | 101 | 0 | 92 |",
+        "| 1 x 128, plain, reduce-overhead | 4000 | 0 | 7 | 40 |",
+    ):
+        assert f"{line}\n" in text, line
+    assert "15.0 GB of weights and the KV cache, at the 4.20 TB/s" in text
+    write(tmp_path, "floor", {**ABOUT, "weight_bytes": 15e9, "copy_bytes_per_s": 4.2e12, "rows": rows[:1]})
+    assert "one step" not in tables.rendered("floor", tmp_path)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -190,7 +190,7 @@ def test_the_kv_cache_is_not_copied(gpu: Any, taken: None) -> None:
         for prompt in made[:2]:
             runtime.run(prompt.phase, prompt.inputs, context=prompt.context)
         code = check_no_copy(gpu, runtime, cache, step.inputs, step.context)
-        assert code.count("ops.piecework.paged_attention.default(") == SMALL["num_layers"]
+        assert code.count("ops.piecework.rotary_paged_attention.default(") == SMALL["num_layers"]
         hidden = runtime.run("decode", step.inputs, context=step.context)
         with torch.inference_mode():
             assert 0 < difference(model.logits(hidden[step.last_rows]), step) < min(WITHIN, BEYOND_PLAIN * step.plain)

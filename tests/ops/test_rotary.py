@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from piecework.errors import InputError
-from piecework.ops.rotary import rotary_embedding
+from piecework.ops.norm import rms_norm
+from piecework.ops.rotary import qk_norm_rotary, rotary_embedding
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -147,3 +148,18 @@ def test_shapes_that_do_not_fit(tensors: Inputs) -> None:
     assert text.startswith("rotary_embedding: expected ")
     got = [str(list(tensor.shape)) for tensor in tensors]
     assert "got q {}, k {}, cos {} and sin {}; ".format(*got) in text
+
+
+def test_norms_of_heads_before_the_rotation() -> None:
+    q, k, cos, sin = inputs(5, head_size=10, rotary_size=6, dtype=torch.bfloat16)
+    q_weight, k_weight = torch.rand(10).bfloat16(), torch.rand(10).bfloat16()
+    expected = rotary_embedding(rms_norm(q, q_weight, 1e-5), rms_norm(k, k_weight, 1e-5), cos, sin)
+    for one, other in zip(qk_norm_rotary(q, k, q_weight, k_weight, cos, sin, 1e-5), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_norms_of_heads_that_do_not_fit() -> None:
+    with pytest.raises(InputError, match="qk_norm_rotary: expected q and k"):
+        qk_norm_rotary(Q[0], K, C[0], C[0], C, C, 1e-5)
+    with pytest.raises(InputError, match="rms_norm: expected x"):
+        qk_norm_rotary(Q, K, torch.ones(7), torch.ones(8), C, C, 1e-5)

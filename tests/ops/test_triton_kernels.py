@@ -151,7 +151,7 @@ def test_a_cache_of_another_dtype_is_refused_by_all() -> None:
 
 
 def test_without_triton_the_reason_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     attention._choose.cache_clear()
     choice = choose_implementation(spec(is_static=True))
     attention._choose.cache_clear()

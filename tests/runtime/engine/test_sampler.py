@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
+from piecework.ops.deferred import deferring
+from piecework.ops.sampling import distribution, sample
+from piecework.phases import GraphConfig
+from piecework.runtime.engine.engine import LLMEngine
 from piecework.runtime.engine.params import SamplingParams
-from piecework.runtime.engine.sampler import Draw, Sampler, distribution, uniform
+from piecework.runtime.engine.sampler import Draw, Sampler, uniform
 
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.15, 0.1, 0.3])
 LOGITS = PROBABILITIES.log()
@@ -157,3 +164,62 @@ def test_logprobs_are_of_the_logits_as_they_came() -> None:
     assert [token for token, _ in logprobs.top] == [1, 4]
     assert [value for _, value in logprobs.top] == pytest.approx([math.log(0.4), math.log(0.3)])
     assert (only_own.top, only_own.logprob) == ((), pytest.approx(math.log(0.4)))
+
+
+def test_greedy_rows_beside_drawn_ones() -> None:
+    rows = [
+        Draw(params=SamplingParams(temperature=heat, seed=7), place=place) for place, heat in enumerate((0, 1, 0, 1))
+    ]
+    together = [token for token, _ in Sampler().sample(LOGITS.expand(4, -1), rows)]
+    alone = [Sampler().sample(LOGITS[None], [row])[0][0] for row in rows]
+    assert together == alone
+    assert together[0] == together[2] == 1
+
+
+def test_the_engine_draws_with_the_kernel_that_its_config_chooses(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def counted(*arguments: torch.Tensor) -> torch.Tensor:
+        calls.append(len(arguments[0]))
+        return sample.native(*arguments)
+
+    [kernel] = sample.kernels
+    here = dataclasses.replace(kernel, device_types=("cpu",), body=counted, available=None)
+    monkeypatch.setitem(sample._kernels, "triton", here)
+    params = [SamplingParams(max_new_tokens=3, temperature=heat, seed=1) for heat in (1.0, 0.0, 0.7)]
+    answers = []
+    for backend, expected in (("auto", [2, 2, 2]), ("native", [])):
+        calls.clear()
+        phases = {"prefill": {"backend": "disabled"}, "decode": {"backend": "disabled"}}
+        with LLMEngine(checkpoint, GraphConfig(**phases, kernel_backend=backend), device="cpu") as engine:
+            answers.append([output.token_ids for output in engine.generate([[1, 2, 3]] * 3, params)])
+        assert calls == expected, backend
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("startup", ["tiered", "lazy"])
+def test_drawing_waits_for_compiles_where_steps_do(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, startup: str
+) -> None:
+    waits: list[bool] = []
+    compiled = threading.Event()
+
+    def noted(*arguments: torch.Tensor) -> torch.Tensor:
+        submit = deferring()
+        waits.append(submit is None)
+        if submit is not None:
+            submit("a kernel of the test", compiled.set)
+        return sample.native(*arguments)
+
+    [kernel] = sample.kernels
+    here = dataclasses.replace(kernel, device_types=("cpu",), body=noted, available=None)
+    monkeypatch.setitem(sample._kernels, "triton", here)
+    phases = {"prefill": {"backend": "disabled"}, "decode": {"backend": "full", "buckets": (1,)}}
+    config = GraphConfig(**phases, capture_device="tape", startup=startup)
+    with LLMEngine(checkpoint, config, device="cpu") as engine:
+        engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4, temperature=1.0, seed=1))
+        assert waits == [startup == "lazy"] * 4
+        if startup == "tiered":
+            assert compiled.wait(60)
