@@ -59,12 +59,13 @@ class Memory:
         return self._tensor((spec._replace(num_rows=0), is_decode), spec.device, _INT_BYTES)
 
     def _tensor(self, key: tuple[object, ...], device: torch.device, num_bytes: int) -> torch.Tensor:
-        known = self._tensors.get((*key, device))
+        name = (*key, device)
+        known = self._tensors.get(name)
         if known is None:
             # FlashInfer wants zeros, and outside of inference mode too. Not out of a capture's pool: never in one.
             with torch.inference_mode(False):
                 known = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-            self._tensors[(*key, device)] = known
+            self._tensors[name] = known
         return known
 
 

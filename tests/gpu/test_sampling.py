@@ -24,7 +24,10 @@ def rows(num_rows: int, vocab_size: int, dtype: torch.dtype, seed: int) -> Colum
     logits = (torch.randn(num_rows, vocab_size, generator=generator) * 3).to(dtype)
     numbers = torch.rand(num_rows, generator=generator).tolist()
     heats = [0.0, 0.7, 1.0, 1.3]
-    return logits, *columns(*((number, heats[i % 4], *CUTS[i % 3 + i % 2]) for i, number in enumerate(numbers)))
+    uniform, temperature, top_k, top_p = columns(
+        *((number, heats[i % 4], *CUTS[i % 3 + i % 2]) for i, number in enumerate(numbers))
+    )
+    return logits, uniform, temperature, top_k, top_p
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

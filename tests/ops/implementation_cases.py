@@ -7,6 +7,7 @@ the CPU (`test_implementations.py`) and on a GPU (`tests/gpu/test_implementation
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -151,11 +152,11 @@ def norm_cases() -> list[Case]:
     def heads(dtype: torch.dtype) -> torch.Tensor:
         return torch.randn(6, 8, 32).to(dtype)[:, 2:7]
 
+    def plain(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+        return torch.randn(shape).to(dtype), weight_of(shape[-1], dtype), EPS
+
     return [
-        *[
-            case(name, lambda dtype, shape=shape: (torch.randn(shape).to(dtype), weight_of(shape[-1], dtype), EPS))
-            for name, shape in NORM_SHAPES.items()
-        ],
+        *[case(name, functools.partial(plain, shape)) for name, shape in NORM_SHAPES.items()],
         case("heads of a projection", lambda dtype: (heads(dtype), weight_of(32, dtype), EPS)),
         case("sliced", lambda dtype: (sliced(4, 70, dtype=dtype), weight_of(70, dtype), EPS)),
         case("sliced twice", lambda dtype: (sliced(4, 2, 3, 70, dtype=dtype)[:, :, :2], weight_of(70, dtype), EPS)),
@@ -180,7 +181,7 @@ def fused_add_cases() -> list[Case]:
         return torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), weight_of(shape[-1], dtype), EPS, *others
 
     return [
-        *[case(name, lambda dtype, shape=shape: plain(shape, dtype)) for name, shape in NORM_SHAPES.items()],
+        *[case(name, functools.partial(plain, shape)) for name, shape in NORM_SHAPES.items()],
         case(
             "sliced",
             lambda dtype: (sliced(4, 70, dtype=dtype), torch.randn(4, 70).to(dtype), weight_of(70, dtype), EPS),
@@ -214,8 +215,12 @@ def silu_cases() -> list[Case]:
         "one dim": (40,),
         "no rows": (0, 64),
     }
+
+    def plain(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return (4 * torch.randn(shape)).to(dtype)
+
     return [
-        *[case(name, lambda dtype, shape=shape: (4 * torch.randn(shape)).to(dtype)) for name, shape in shapes.items()],
+        *[case(name, functools.partial(plain, shape)) for name, shape in shapes.items()],
         case("sliced", lambda dtype: sliced(4, 70, dtype=dtype)),
         case("sliced twice", lambda dtype: sliced(4, 2, 3, 70, dtype=dtype)[:, :, :2]),
         case("columns", lambda dtype: torch.randn(40, 6).to(dtype).T),
@@ -290,7 +295,7 @@ def rotary_cases() -> list[Case]:
         return q, k, cos.to(wide), sin.to(wide)
 
     return [
-        *[case(name, lambda dtype, shape=shape: heads_of(shape, dtype)) for name, shape in ROTARY_SHAPES.items()],
+        *[case(name, functools.partial(heads_of, shape)) for name, shape in ROTARY_SHAPES.items()],
         case("one table", one_table),
         case("columns", columns),
         case("wide tables", wide),
@@ -312,7 +317,7 @@ def qk_norm_cases() -> list[Case]:
         Case(
             op=qk_norm_rotary,
             name=name,
-            make=lambda dtype, shape=shape: make(shape, dtype),
+            make=functools.partial(make, shape),
             reference=reference,
         )
         for name, shape in ROTARY_SHAPES.items()
@@ -385,7 +390,7 @@ def linear_cases() -> list[Case]:
         return torch.randn(rows, in_features).to(dtype), linear_weight(out_features, in_features, dtype)
 
     return [
-        *[case(name, lambda dtype, shape=shape: plain(*shape, dtype)) for name, shape in LINEAR_SHAPES.items()],
+        *[case(name, functools.partial(plain, *shape)) for name, shape in LINEAR_SHAPES.items()],
         case("bias", lambda dtype: (*plain(2, 30, 64, dtype), torch.randn(30).to(dtype))),
         case("bias of tiles", lambda dtype: (*plain(6, 30, 64, dtype), torch.randn(30).to(dtype))),
         case("three dims", lambda dtype: (torch.randn(2, 3, 64).to(dtype), linear_weight(24, 64, dtype))),
@@ -409,7 +414,7 @@ def silu_linear_cases() -> list[Case]:
         Case(
             op=silu_and_mul_linear,
             name=name,
-            make=lambda dtype, shape=shape: make(*shape, dtype),
+            make=functools.partial(make, *shape),
             reference=reference,
             tolerance=tolerance,
         )

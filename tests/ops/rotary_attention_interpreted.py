@@ -170,7 +170,8 @@ def test_through_the_operator(is_prepared: bool, monkeypatch: pytest.MonkeyPatch
     def through_the_operator(*args: Any) -> None:
         with use_context(args[-1]):
             if is_prepared:
-                REGISTRY.prepares[rotary_paged_attention](*args[:-1])()
+                call: Any = REGISTRY.prepares[rotary_paged_attention](*args[:-1])
+                call()
             else:
                 rotary_paged_attention(*args[:-1])
 

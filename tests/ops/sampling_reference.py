@@ -24,7 +24,8 @@ def place_of(values: list[float], uniform: float, temperature: float, top_k: int
     if top_k > 0:
         weights = weights[:top_k]
     if top_p < 1:
-        whole, kept, before = math.fsum(weights), [], 0.0
+        kept: list[float] = []
+        whole, before = math.fsum(weights), 0.0
         for weight in weights:
             if kept and before >= top_p * whole:
                 break

@@ -178,7 +178,8 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize("runs", ["native", "triton"])
 def test_a_trace_names_the_operators(runs: str) -> None:
-    model, targets = Model().requires_grad_(False), []
+    model = Model().requires_grad_(False)
+    targets: list[Any] = []
 
     def backend(graph: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
         targets.extend(node.target for node in graph.graph.nodes)
