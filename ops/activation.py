@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from ..errors import InputError
 from . import flashinfer, sgl_kernel
 from .fused import fused_op
-from .opaque import opaque
+from .opaque import opaque, with_half
 from .packages import needs
 
 
@@ -28,10 +28,6 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def _fake(gate_up: torch.Tensor) -> torch.Tensor:
-    return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
-
-
 @silu_and_mul.kernel(
     "triton",
     device_types=("cuda",),
@@ -39,7 +35,7 @@ def _fake(gate_up: torch.Tensor) -> torch.Tensor:
     dtypes=(torch.bfloat16, torch.float16, torch.float32, torch.float64),
     why="one kernel, whatever the strides of the rows",
 )
-@opaque("triton_silu_and_mul", fake=_fake)
+@opaque("triton_silu_and_mul", fake=with_half)
 def _triton_silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """A kernel; the native body where the last dim is odd, and until the kernel is compiled."""
     if gate_up.dim() > 0 and gate_up.shape[-1] % 2 == 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
 from collections.abc import Sequence
 from typing import cast
 
@@ -34,8 +33,8 @@ def _reject_dtypes(spec: AttentionSpec, dtypes: tuple[torch.dtype, ...]) -> str 
 def _reject_triton(spec: AttentionSpec) -> str | None:
     if spec.device_type != "cuda":
         return f"runs on cuda, not on {spec.device_type}"
-    if importlib.util.find_spec("triton") is None:
-        return "needs triton, which is not installed; pip install triton"
+    if (reason := missing("triton", "triton")) is not None:
+        return reason
     if spec.head_size > _TRITON_MAX_HEAD_SIZE:
         return f"holds heads of at most {_TRITON_MAX_HEAD_SIZE} elements, not {spec.head_size}"
     return _reject_dtypes(spec, _TRITON_DTYPES)

@@ -1,4 +1,4 @@
-"""Linear projections of a step's rows: few of them wait for the weights alone, which a kernel of ours reads faster.
+"""Linear projections of a step's rows: few of them wait for the weights alone, which a kernel of ours only reads.
 
 Which rows and shapes that kernel takes is decided in the operator's body, where the number of rows is known, by
 `piecework.ops.triton.linear_table`; all else goes to torch's own linear. For inference: the operators have no gradient.
@@ -54,7 +54,7 @@ def silu_and_mul_linear(gate_up: torch.Tensor, weight: torch.Tensor) -> torch.Te
     available=needs("triton", "triton"),
     dtypes=_DTYPES,
     min_capability=(8, 0),
-    why="reads the weights of 1 to 16 rows at a copy's bandwidth; torch's own linear for more",
+    why="made for 1 to 16 rows, which wait for the weights alone; torch's own linear for more",
 )
 def _triton_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """The operator; under autocast the native body, whose casts are autocast's business."""

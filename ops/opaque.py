@@ -42,6 +42,21 @@ def opaque(name: str, *, fake: Callable[..., Any]) -> Callable[[Callable[..., An
     return define
 
 
+def like_first(x: torch.Tensor, *others: object) -> torch.Tensor:
+    """A fake of operators whose result is like their first argument."""
+    return x.new_empty(x.shape)
+
+
+def like_two(x: torch.Tensor, y: torch.Tensor, *others: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """A fake of operators whose two results are like their first two arguments."""
+    return x.new_empty(x.shape), y.new_empty(y.shape)
+
+
+def with_half(x: torch.Tensor) -> torch.Tensor:
+    """A fake of operators whose result has half of the last dim."""
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
 def aligned(x: torch.Tensor) -> torch.Tensor:
     """`x` itself if it is contiguous and begins at a multiple of 16 bytes, else such a copy."""
     fits = x.is_contiguous() and x.data_ptr() % 16 == 0

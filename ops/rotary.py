@@ -7,7 +7,7 @@ import torch
 from ..errors import InputError
 from .fused import fused_op
 from .norm import rms_norm
-from .opaque import opaque
+from .opaque import like_two, opaque
 from .packages import needs
 
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -60,12 +60,6 @@ def qk_norm_rotary(
     return rotary_embedding.native(rms_norm.native(q, q_weight, eps), rms_norm.native(k, k_weight, eps), cos, sin)
 
 
-def _fake_rotary_embedding(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape)
-
-
 @rotary_embedding.kernel(
     "triton",
     device_types=("cuda",),
@@ -73,7 +67,7 @@ def _fake_rotary_embedding(
     dtypes=_TRITON_DTYPES,
     why="q and k in one kernel",
 )
-@opaque("triton_rotary_embedding", fake=_fake_rotary_embedding)
+@opaque("triton_rotary_embedding", fake=like_two)
 def _triton_rotary_embedding(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

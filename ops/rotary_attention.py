@@ -1,8 +1,8 @@
 """Rotary embedding and paged attention as one split op.
 
 Between two pieces a layer's Q and K are rotated, K and V are stored, and Q attends. An implementation of attention with
-kernels of its own can rotate while it stores, which saves two kernels a layer: nothing at a long prompt, and at one
-token as much as the store takes. Every other implementation gets Q and K rotated by `rotary_embedding`.
+kernels of its own can rotate while it stores, which saves the two kernels a layer that Inductor makes of the rotation
+(seen with torch 2.11). Every other implementation gets Q and K rotated by `rotary_embedding`.
 """
 
 from __future__ import annotations

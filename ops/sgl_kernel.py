@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from .opaque import aligned, opaque
+from .opaque import aligned, like_first, like_two, opaque, with_half
 from .packages import needs
 
 available = needs("sgl_kernel", "sglang-kernel")
@@ -20,11 +20,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 MIN_CAPABILITY = (8, 0)
 
 
-def _like(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
-@opaque("sgl_rms_norm", fake=_like)
+@opaque("sgl_rms_norm", fake=like_first)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x: [..., size], 16-bit, in the dtype of `weight`, with a size that is a multiple of 8."""
     import sgl_kernel
@@ -38,13 +34,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return out
 
 
-def _like_both(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape)
-
-
-@opaque("sgl_fused_add_rms_norm", fake=_like_both)
+@opaque("sgl_fused_add_rms_norm", fake=like_two)
 def fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,11 +51,7 @@ def fused_add_rms_norm(
     return out, total
 
 
-def _half(gate_up: torch.Tensor) -> torch.Tensor:
-    return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
-
-
-@opaque("sgl_silu_and_mul", fake=_half)
+@opaque("sgl_silu_and_mul", fake=with_half)
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up: [..., 2 * d], 16-bit, with a d that is a multiple of 8."""
     import sgl_kernel

@@ -156,4 +156,4 @@ def test_without_triton_the_reason_says_how_to_install_it(monkeypatch: pytest.Mo
     choice = choose_implementation(spec(is_static=True))
     attention._choose.cache_clear()
     assert choice.name == "torch_static"
-    assert choice.passed_over[0] == ("triton", "needs triton, which is not installed; pip install triton")
+    assert choice.passed_over[0] == ("triton", "not installed: pip install triton")
