@@ -7,7 +7,7 @@ requests of one length, their new token counted. A step goes from token ids on t
 the runtime's step, then, as in the engine, logits of the last rows and the sampler's greedy tokens, read back, so that
 no step begins before the one before is done. Scheduling and building a step's inputs are not in it. Ways, in turn,
 medians:
-- full, inductor, auto and native: ours, with these `kernel_backend`s; `ops` says what the fused ops run;
+- full, inductor, auto, triton and native: ours, with these `kernel_backend`s; `ops` says what the fused ops run;
 - plain, reduce-overhead: plain_model.py, which shares our weights, as torch.compile captures it;
 - plain, max-autotune captured: mode max-autotune-no-cudagraphs, its call captured by hand.
 The plain ones compute logits in what is compiled, and argmax and read back behind it. `to_floor` is a multiple of the
@@ -52,7 +52,8 @@ from piecework.runtime.engine.sampler import Draw, Sampler
 from piecework.runtime.fused_choices import choose_for, floating_dtype, spec_for
 
 REDUCED, TUNED = "plain, reduce-overhead", "plain, max-autotune captured"
-BACKENDS = ("auto", "native")
+BACKENDS = ("auto", "triton", "native")
+"""On the CPU without Triton's, which has no kernels there."""
 COMPILE_S = {REDUCED: 40.0, TUNED: 90.0}
 """Seconds that are left when such a compile is begun."""
 Logits = Callable[[int], torch.Tensor]
@@ -64,6 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--layers", type=count, help="default: 32, on the CPU 2")
     parser.add_argument("--rows", type=rows_of, help="requests x tokens, with commas; default: 32, 128, 1 and 8 x 128")
+    parser.add_argument("--only-ours", action="store_true", help="without the plain ways, whose compiles take longest")
     parser.add_argument("--max-seconds", type=float, default=420.0, help="no way is begun after this")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parsed = parser.parse_args(arguments)
@@ -71,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     command = ["python", "benchmarks/bench_floor.py", *(sys.argv[1:] if arguments is None else arguments)]
     about = {**conditions(parsed.device), "command": " ".join(command)}
     result: dict[str, Any] = {}
-    with inductor_cache(), Bench(parsed.device, parsed.layers, parsed.rows) as bench:
+    with inductor_cache(), Bench(parsed.device, parsed.layers, parsed.rows, not parsed.only_ours) as bench:
         for measured in bench.measure(deadline):
             result = {**measured, **about, "seconds": deadline.passed}
             write_json(parsed.json, result)
@@ -82,11 +84,15 @@ def main(arguments: list[str] | None = None) -> int:
 class Bench(WholeBench):
     """One model; every way runs on it. What the two benchmarks share is in bench_whole.py."""
 
-    def __init__(self, device: str, num_layers: int | None, rows: tuple[tuple[int, int], ...] | None) -> None:
+    def __init__(
+        self, device: str, num_layers: int | None, rows: tuple[tuple[int, int], ...] | None, with_plain: bool = True
+    ) -> None:
         on_cuda = torch.device(device).type == "cuda"
         # The rows whose plain compile is asked for come first: it takes longest.
         rows = rows or (((32, 128), (128, 128), (1, 128), (8, 128)) if on_cuda else ((2, 32), (1, 16)))
         super().__init__(device, num_layers, rows, MODE)
+        self.with_plain = with_plain
+        self.backends = BACKENDS if on_cuda else tuple(backend for backend in BACKENDS if backend != "triton")
         self.bandwidth = copy_bandwidth(self.device)
         self.causal = build_model(self.llama.config)
         self.causal.model = self.llama.decoder  # its head is the table of embeddings, which is there
@@ -122,10 +128,11 @@ class Bench(WholeBench):
         expected = eager_call(plain, steps)(0)
         ways, calls = row["ways"], {}
         makers: dict[str, Callable[[dict[str, Any]], tuple[Call, Logits]]] = {
-            **{self.name_of(b): lambda way, b=b: self.our_way(way, b, steps) for b in BACKENDS},
-            REDUCED: lambda way: self.plain_way(self.reduced(plain), steps),
-            TUNED: lambda way: self.plain_way(self.tuned(plain, steps), steps),
+            **{self.name_of(b): lambda way, b=b: self.our_way(way, b, steps) for b in self.backends},
         }
+        if self.with_plain:
+            makers[REDUCED] = lambda way: self.plain_way(self.reduced(plain), steps)
+            makers[TUNED] = lambda way: self.plain_way(self.tuned(plain, steps), steps)
         for name, make in makers.items():
             way = ways[name] = {}
             if not deadline.has(COMPILE_S.get(name, 0.0) if self.on_cuda else 0.0):
@@ -140,7 +147,7 @@ class Bench(WholeBench):
                 attempt(way, lambda way=way, x=logits: compare(way, x, expected))
             calls[name] = call
         self.clock.in_turn(calls, ways, rounds=ROUNDS, target_ms=150 if self.on_cuda else 1)
-        add_ratios(row, [self.name_of(backend) for backend in BACKENDS])
+        add_ratios(row, [self.name_of(backend) for backend in self.backends])
         attempt(row, lambda: self.check_replays(row, steps))
         for name, call in calls.items():
             if self.on_cuda and "error" not in ways[name]:

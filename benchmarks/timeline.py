@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 GROUPS: tuple[tuple[str, str], ...] = (
-    ("attention", r"attend_rows|attend_tiles|attention|flash|fmha|batch_?(decode|prefill)"),
+    ("attention", r"attend_rows|attend_tiles|attention|flash(?!infer)|fmha|(decode|prefill)with|merge_?states?"),
     ("store", r"store_rows|rotate_and_store|index_copy|index_put|kv_?cache"),
     ("sampling", r"argmax|draw_rows|sort|scan|cumsum|softmax"),
     ("linears", r"multiply_rows|multiply_tiles|gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|triton_tem|(^|_)mm(_|$)"),

@@ -12,8 +12,8 @@ from collections.abc import Callable, Hashable, Iterator
 from contextvars import ContextVar
 
 Compile = Callable[[], None]
-"""Compiles; from any thread, launches nothing, and twice is fine. Raises whatever the compiler raised, once it has
-noted that: the operator then compiles in its step, and fails there."""
+"""Compiles; from any thread, launches nothing on streams of others, and twice is fine. Raises whatever the compiler
+raised, once it has noted that: the operator then compiles in its step, and fails there."""
 Submit = Callable[[Hashable, Compile], None]
 """`submit(key, compile)` returns at once and has `compile` run some time, in another thread. One that it was given
 before, by its key, may come again, since a scope sees one step only: then it does nothing."""

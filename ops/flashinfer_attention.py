@@ -43,7 +43,7 @@ def paged_attention(
 
     Raises:
         CaptureError: in a capture, with a context that has no plan.
-        InputError: the caches do not lie alike, or the elements of a head do not lie behind each other.
+        InputError: the caches do not lie alike, or whole vectors of their heads cannot be loaded.
         KernelNotReadyError: under `defer_compiles`, in a capture: the kernels are not compiled yet.
         RuntimeError: FlashInfer cannot plan or compile.
     """
@@ -51,6 +51,12 @@ def paged_attention(
         raise InputError(
             f"paged_attention: flashinfer expects k_cache and v_cache with the same strides, 1 in a head, got "
             f"{k_cache.stride()} and {v_cache.stride()}; allocate them alike, or pass attention_backend triton"
+        )
+    if not _is_aligned(k_cache) or not _is_aligned(v_cache):
+        raise InputError(
+            f"paged_attention: flashinfer expects caches whose every head begins at a multiple of {ALIGNED_BYTES} "
+            f"bytes, got strides {k_cache.stride()} of {k_cache.dtype}; allocate them so, or pass attention_backend "
+            f"triton"
         )
     if not q.numel():
         return
@@ -64,7 +70,8 @@ def paged_attention(
         return
     store(k, v, k_cache, v_cache, context.slot_mapping)
     plan = _static_plan(spec, context) if context.is_static else _step_plan(spec, context)
-    target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+    fits = out.is_contiguous() and _is_aligned(out)
+    target = out if fits else torch.empty_like(out, memory_format=torch.contiguous_format)
     plan.run(_readable(q), (k_cache, v_cache), target)
     if target is not out:
         out.copy_(target)
@@ -91,9 +98,13 @@ def _spec(q: torch.Tensor, k_cache: torch.Tensor, scale: float, window_size: int
 
 def _readable(q: torch.Tensor) -> torch.Tensor:
     """`q`, or a copy where FlashInfer could not load whole vectors of a head."""
-    steps = [stride * q.element_size() % ALIGNED_BYTES for stride in q.stride()[:2]]
-    fits = q.stride(2) == 1 and not any(steps) and q.data_ptr() % ALIGNED_BYTES == 0
-    return q if fits else q.clone(memory_format=torch.contiguous_format)
+    return q if q.stride(2) == 1 and _is_aligned(q) else q.clone(memory_format=torch.contiguous_format)
+
+
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether every head begins where a whole vector can be loaded."""
+    size = tensor.element_size()
+    return tensor.data_ptr() % ALIGNED_BYTES == 0 and not any(s * size % ALIGNED_BYTES for s in tensor.stride()[:-1])
 
 
 def _is_capturing(tensor: torch.Tensor) -> bool:
@@ -167,16 +178,18 @@ class _StaticPlan:
         with torch.inference_mode(False):
             self._rows = torch.arange(spec.num_rows, device=spec.device).view(-1, 1, 1)
             self._is_padding = torch.zeros_like(self._rows, dtype=torch.bool)
+        self._is_decode = spec.num_rows <= self._num_slots
+        """Whether rows were requests of one token each so far."""
         self._wrapper: Wrapper | None = None
-        """None until there may be a plan: while kernels are compiled beside the steps there is none."""
+        """None while there may be no plan: while its kernels are compiled beside the steps."""
 
     @property
     def is_made(self) -> bool:
         """Whether it can run."""
         return self._wrapper is not None
 
-    def _make(self, *, is_decode: bool) -> Wrapper:
-        spec, table = self._spec, self._block_table
+    def _make(self) -> Wrapper:
+        spec, table, is_decode = self._spec, self._block_table, self._is_decode
         num_reqs = spec.num_rows if is_decode else self._num_slots + 1
         buffers = Buffers.of(num_reqs, table.numel() + spec.num_rows, spec.device)
         return Wrapper(spec, self._memory, is_decode=is_decode, buffers=buffers)
@@ -184,12 +197,12 @@ class _StaticPlan:
     def renew(self, lengths: Lengths) -> None:
         """See `Plan`. Raises: as `Wrapper.plan`."""
         spec, wrapper = self._spec, self._wrapper
-        if not may_plan(spec):
+        self._is_decode = self._is_decode and max(lengths.query_lens, default=0) <= 1
+        if not may_plan(spec, self._is_decode):
+            self._wrapper = None  # its plan is of an earlier step: nothing may follow it
             return
-        if wrapper is None:
-            wrapper = self._make(is_decode=spec.num_rows <= self._num_slots and _is_decode(lengths))
-        elif wrapper.is_decode and not _is_decode(lengths):
-            wrapper = self._make(is_decode=False)
+        if wrapper is None or wrapper.is_decode != self._is_decode:
+            wrapper = self._make()
         if wrapper.is_decode:
             pages = pages_of_decode(lengths, spec.block_size, spec.num_rows)
         else:
@@ -202,18 +215,14 @@ class _StaticPlan:
 
     @property
     def key(self) -> Hashable:
-        """See `Plan`."""
-        return (self._wrapper.is_decode, self._wrapper.key) if self._wrapper is not None else None
+        """See `Plan`. The wrapper itself too: a capture reads its buffers, and another one's is planned into others."""
+        return (self._wrapper, self._wrapper.key) if self._wrapper is not None else None
 
     def run(self, q: torch.Tensor, caches: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
         """Attends, and writes zeros behind the last token."""
         assert self._wrapper is not None
         self._wrapper.run(q, caches, out)
         out.masked_fill_(self._is_padding, 0)
-
-
-def _is_decode(lengths: Lengths) -> bool:
-    return max(lengths.query_lens, default=0) <= 1
 
 
 def _static_plan(spec: PlanSpec, context: AttentionContext) -> _StaticPlan:
@@ -243,6 +252,8 @@ def _attend_without(spec: PlanSpec, q: torch.Tensor, *others: Any) -> None:
         torch_native.paged_attention(q, *others)
         return
     # There will be a plan when a later step, or what comes before a capture, renews those of the context.
-    plans_of(context).setdefault(spec, _StaticPlan(spec, context))
+    plans = plans_of(context)
+    if spec not in plans:
+        plans[spec] = _StaticPlan(spec, context)
     longest = max(lengths_of(context).seq_lens, default=0)
     torch_static.paged_attention(q, *others, longest=longest)

@@ -46,9 +46,9 @@ def store(
         torch_native.store(k, v, k_cache, v_cache, slot_mapping)
 
 
-def may_plan(spec: PlanSpec) -> bool:
-    """Whether a plan makes nobody wait for a compile who does not want to."""
-    return deferring() is None or all(_kernels_of(spec, is_decode) in _BUILT for is_decode in (True, False))
+def may_plan(spec: PlanSpec, is_decode: bool) -> bool:
+    """Whether a plan of that kind makes nobody wait for a compile who does not want to."""
+    return deferring() is None or _kernels_of(spec, is_decode) in _BUILT
 
 
 def note_built(wrapper: Wrapper) -> None:
@@ -91,33 +91,40 @@ def _kernels_of(spec: PlanSpec, is_decode: bool) -> Hashable:
 
 
 def _build(key: Hashable, spec: PlanSpec, is_decode: bool) -> None:
-    """Has FlashInfer compile and load what calls of `spec` launch, by a plan for one token that nobody runs."""
+    """Has FlashInfer compile and load what calls of `spec` launch, by a call for one token on a stream of its own.
+
+    It runs too, since whatever FlashInfer does at a first launch would else be done inside a capture.
+    """
     if key in _BUILT:
         return
-    pages = pages_of_step(Lengths((1,), (1,)), spec.block_size)
-    listed = torch.zeros(1, dtype=torch.int32, device=spec.device)
     try:
-        if spec.device.type != "cuda":
-            Wrapper(spec, Memory(), is_decode=is_decode).plan(pages, listed, None)
-            return
-        stream = torch.cuda.Stream(spec.device)
-        with torch.cuda.stream(stream):
-            Wrapper(spec, Memory(), is_decode=is_decode).plan(pages, listed, None)
-            stream.synchronize()  # before its memory goes
+        stream = torch.cuda.Stream(spec.device) if spec.device.type == "cuda" else None
+        with torch.cuda.stream(stream), torch.inference_mode():
+            wrapper = Wrapper(spec, Memory(), is_decode=is_decode)
+            pages = pages_of_step(Lengths((1,), (1,)), spec.block_size)
+            wrapper.plan(pages, torch.zeros(1, dtype=torch.int32, device=spec.device), None)
+            q = torch.zeros((1, spec.num_heads, spec.head_size), dtype=spec.dtype, device=spec.device)
+            cache = q.new_zeros((1, spec.block_size, spec.num_kv_heads, spec.head_size))
+            wrapper.run(q, (cache, cache), torch.empty_like(q))
+            if stream is not None:
+                stream.synchronize()  # before its memory goes
     finally:
         _BUILT.add(key)
 
 
 def _build_store(kind: Hashable, tensors: tuple[torch.Tensor, ...], slots: torch.Tensor) -> None:
+    from .triton.dependent import overlap_options, overlaps_on
     from .triton.kv_store import store_constants, store_grid, store_rows
     from .triton.launch import Call
 
     k, v, k_cache, v_cache = tensors
     _, num_kv_heads, head_size = k.shape
-    cache_strides = (*k_cache.stride(), *v_cache.stride())
-    constants = store_constants(num_kv_heads, k_cache.shape[1], head_size, k.stride(2), v.stride(2), cache_strides)
+    cache_strides, overlaps = (*k_cache.stride(), *v_cache.stride()), overlaps_on(k.device)
+    sizes = (num_kv_heads, k_cache.shape[1], head_size)
+    constants = store_constants(*sizes, k.stride(2), v.stride(2), cache_strides, overlaps)
     arguments = (*tensors, slots, slots.stride(0), *k.stride()[:2], *v.stride()[:2], *constants)
+    options = {"num_warps": 4, **overlap_options(overlaps)}
     try:
-        Call(store_rows, store_grid(1, num_kv_heads, head_size), arguments, {"num_warps": 4}).compile()
+        Call(store_rows, store_grid(1, num_kv_heads, head_size), arguments, options).compile()
     finally:
         _BUILT.add(kind)

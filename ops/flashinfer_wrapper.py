@@ -152,7 +152,7 @@ class Wrapper:
         self._is_fixed = self._is_captured
         if self.spec.device.type == "cuda":
             self._copied = self._copied or torch.cuda.Event()
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(self.spec.device))
         self.planned = of
 
     def _plan(self, pages: Pages, listed: torch.Tensor) -> None:

@@ -234,13 +234,19 @@ def _ops(arguments: argparse.Namespace) -> int:
     from ..ops.registry import split_ops
     from .listing import AttentionShape, attention_data, attention_text, fused_op_text, fused_ops_data, split_op_text
 
-    device_type, shape = _device_type(arguments.device), AttentionShape()
+    device_type, shape, dtype = _device_type(arguments.device), AttentionShape(), None
+    if arguments.dtype is not None:
+        from .engine.arguments import dtype_of
+
+        dtype = dtype_of(arguments.dtype)
+        shape = dataclasses.replace(shape, dtype=dtype or shape.dtype)
     if arguments.model is not None:
         with _engine(arguments, _tracing_config(config)) as engine:
             engine.runtime.warm_up()
             shape = _attention_of(engine, arguments.block_size)
+            dtype = shape.dtype
     ops = split_ops()
-    fused = fused_ops_data(config, device_type, shape.dtype if arguments.model is not None else None)
+    fused = fused_ops_data(config, device_type, dtype)
     attention = attention_data(config.attention_backend, device_type, shape)
     traced = any(op.num_matched is not None for op in ops)
     never_matched = [op.name for op in ops if op.num_matched == 0]
@@ -284,12 +290,15 @@ def _tracing_config(config: GraphConfig) -> GraphConfig:
 
 
 def _device_type(device: str | None) -> str:
-    """The type of the device that a model would get."""
+    """The type of the device that a model would get; it need not be here. Raises: ConfigError if there is no such."""
     import torch
 
     if device is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
-    return device.partition(":")[0]
+    device_type = device.partition(":")[0]
+    if device_type not in ("cpu", "cuda"):
+        raise ConfigError(f"device: expected cpu, cuda or cuda:N, got {device!r}; use one of these")
+    return device_type
 
 
 def _explain(arguments: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .dependent import wait_for_previous
 from .operators import Launcher, power_of_2, rows_of
 
 _FEW_ENTRIES = 1 << 17
@@ -42,10 +43,12 @@ def silu_and_mul_rows(
     size: tl.constexpr,
     block: tl.constexpr,
     is_double: tl.constexpr,
+    overlaps: tl.constexpr,
 ) -> None:
     """One program a (row, block of its results); the row's blocks come one after the other. `out` is contiguous."""
     wide: tl.constexpr = tl.float64 if is_double else tl.float32
     num_blocks: tl.constexpr = (size + block - 1) // block
+    wait_for_previous(overlaps)
     program = tl.program_id(0)
     # In int64: a tensor may have more entries than an int32 counts.
     row = (program // num_blocks).to(tl.int64)
@@ -59,7 +62,7 @@ def silu_and_mul_rows(
     tl.store(out + row * size + column, (silu.to(wide) * up.to(wide)).to(gate.dtype), mask=mask)
 
 
-_LAUNCHER = Launcher(silu_and_mul_rows)
+_LAUNCHER = Launcher(silu_and_mul_rows, overlaps=True)
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor | None:

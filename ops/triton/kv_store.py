@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .dependent import overlap_options, overlaps_on, wait_for_previous
 from .launch import launch_on
 
 _MAX_ELEMENTS = 1 << 12
@@ -40,8 +41,10 @@ def store_rows(
     head_size: tl.constexpr,
     padded_head_size: tl.constexpr,
     heads_at_once: tl.constexpr,
+    overlaps: tl.constexpr,
 ) -> None:
     """One program a (token, several KV heads); a program whose token has slot -1 does nothing."""
+    wait_for_previous(overlaps)
     # All in int64: a cache may have more elements than an int32 counts.
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token * slot_stride).to(tl.int64)
@@ -71,11 +74,12 @@ def store_constants(
     k_element: int,
     v_element: int,
     cache_strides: tuple[int, ...],
+    overlaps: bool,
 ) -> tuple[int, ...]:
     """The last arguments of `store_rows`; cache_strides: those of k_cache, then of v_cache."""
     padded = triton.next_power_of_2(head_size)
     at_once = _heads_at_once(num_kv_heads, head_size)
-    return (k_element, v_element, *cache_strides, num_kv_heads, block_size, head_size, padded, at_once)
+    return (k_element, v_element, *cache_strides, num_kv_heads, block_size, head_size, padded, at_once, overlaps)
 
 
 def _heads_at_once(num_kv_heads: int, head_size: int) -> int:
@@ -109,9 +113,11 @@ def store(
             k.stride(2),
             v.stride(2),
             (*k_cache.stride(), *v_cache.stride()),
+            overlaps := overlaps_on(k.device),
         )
         store_rows[store_grid(num_tokens, num_kv_heads, head_size)](
             *(k, v, k_cache, v_cache, slot_mapping, slot_mapping.stride(0)),
             *(*k.stride()[:2], *v.stride()[:2], *constants),
             num_warps=4,
+            **overlap_options(overlaps),
         )

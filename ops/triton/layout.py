@@ -13,6 +13,7 @@ import torch
 import triton
 
 from ..deferred import Submit
+from .dependent import overlap_options, overlaps_on
 from .kv_store import store_constants, store_grid
 from .launch import Grid, Way, is_interpreted
 from .rotary_store import rotary_grid, rotary_last
@@ -71,6 +72,8 @@ class Layout:
     num_rows: int
     window: int
     tuning: Tuning
+    overlaps: bool
+    """Whether the store and row attention are launched as dependent kernels."""
     padded_head_size: int
     rotated: Rotated | None
     """What the attention kernels read in place of q, if the store rotates."""
@@ -120,7 +123,10 @@ def layout_of(
     num_rows, num_heads, head_size = q_shape
     q, k, v, k_cache, v_cache, out, *angles = strides
     cache_strides = (*k_cache, *v_cache)
-    grid, store_last = _store(q_shape, num_kv_heads, block_size, (q, k, v, *angles), cache_strides, rotary_half)
+    overlaps = overlaps_on(device)
+    grid, store_last = _store(
+        q_shape, num_kv_heads, block_size, (q, k, v, *angles), cache_strides, rotary_half, overlaps
+    )
     if rotary_half is not None:
         q = (num_heads * head_size, head_size, 1)
     group_size = num_heads // num_kv_heads
@@ -138,13 +144,17 @@ def layout_of(
     row_sizes = (part, num_parts, padded_part, *sizes, tuning.row_tile, reduced_at_once)
     num_columns = num_kv_heads * num_parts
     num_splits, is_lone = tuning.row_splits_of(num_rows * num_columns, _num_sms(device))
-    row_options = {"num_warps": tuning.row_warps, "num_stages": tuning.row_stages}
+    row_options = {
+        "num_warps": tuning.row_warps,
+        "num_stages": tuning.row_stages,
+        **overlap_options(overlaps),
+    }
     lone_options = {**row_options, "num_stages": tuning.row_lone_stages}
     rows = Kernel(
         num_columns=num_columns,
         per_column=part,
         numbers=(*numbers, tuning.row_min_chunk),
-        last=(*strides_last, *row_sizes, is_interpreted(attend_rows)),
+        last=(*strides_last, *row_sizes, is_interpreted(attend_rows), overlaps),
         options=lone_options if is_lone else row_options,
     )
 
@@ -165,6 +175,7 @@ def layout_of(
         num_rows=num_rows,
         window=window,
         tuning=tuning,
+        overlaps=overlaps,
         padded_head_size=padded,
         rotated=Rotated(q_shape, dtypes[0]) if rotary_half is not None else None,
         store_grid=grid,
@@ -183,12 +194,13 @@ def _store(
     strides: tuple[tuple[int, ...], ...],
     cache_strides: tuple[int, ...],
     rotary_half: int | None,
+    overlaps: bool,
 ) -> tuple[Grid, tuple[int, ...]]:
     """(grid, last arguments) of the store; strides: those of q, k, v and, if it rotates, cos and sin."""
     num_rows, num_heads, head_size = q_shape
     _, k, v, *_ = strides
     if rotary_half is None:
-        constants = store_constants(num_kv_heads, block_size, head_size, k[2], v[2], cache_strides)
+        constants = store_constants(num_kv_heads, block_size, head_size, k[2], v[2], cache_strides, overlaps)
         return store_grid(num_rows, num_kv_heads, head_size), (*k[:2], *v[:2], *constants)
-    last = rotary_last(num_heads, num_kv_heads, block_size, head_size, rotary_half, strides, cache_strides)
+    last = rotary_last(num_heads, num_kv_heads, block_size, head_size, rotary_half, strides, cache_strides, overlaps)
     return rotary_grid(num_rows, num_heads, num_kv_heads, head_size), last

@@ -19,6 +19,7 @@ from ...errors import KernelNotReadyError
 from ..capturing import is_capturing_whole
 from ..deferred import Deferred, deferring
 from .arrivals import NUM_ARRIVALS, arrivals_of, prepare_arrivals
+from .dependent import overlap_options, overlaps_on
 from .launch import Call, Grid, Way, addresses_of, has_hooks, is_interpreted, launch_on, quick_launch
 from .linear_table import MAX_LOOPED_ROWS, MAX_ROWS, LinearTuning, pick_tuning
 from .skinny_linear import multiply_rows, multiply_tiles
@@ -176,7 +177,8 @@ def _plan(
     num_blocks = -(-out_features // tuning.block_n)
     is_even = in_features % tuning.block_k == 0
     sizes = (out_features, in_features, x_row, num_rows)
-    options = {"num_warps": tuning.num_warps}
+    overlaps = overlaps_on(device)
+    options = {"num_warps": tuning.num_warps, **overlap_options(overlaps)}
     num_parts = 0
     numbers: tuple[int | bool, ...]
     if tuning.uses_tiles:
@@ -186,7 +188,7 @@ def _plan(
         is_split = num_splits > 1
         assert not is_split or num_blocks <= NUM_ARRIVALS
         constants = (has_bias, is_split, is_even, tuning.block_n, tuning.block_k, MAX_ROWS)
-        numbers = (*sizes, chunk, *constants, is_interpreted(multiply_tiles))
+        numbers = (*sizes, chunk, *constants, is_interpreted(multiply_tiles), overlaps)
         options["num_stages"] = tuning.num_stages
         grid = (num_blocks, num_splits, 1)
         if is_split:
@@ -194,7 +196,7 @@ def _plan(
             prepare_arrivals(device)
     else:
         assert num_rows <= MAX_LOOPED_ROWS
-        numbers = (*sizes, has_bias, activates, is_even, tuning.block_n, tuning.block_k, tuning.unroll)
+        numbers = (*sizes, has_bias, activates, is_even, tuning.block_n, tuning.block_k, tuning.unroll, overlaps)
         grid = (num_blocks, 1, 1)
     return Plan(
         device=device,

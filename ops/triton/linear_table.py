@@ -55,9 +55,26 @@ class LinearTuning:
 
 ROW_CLASSES = (1, 2, 3, 4, 8, 16)
 """Rows that are measured; other numbers of rows take what the next larger one takes."""
-MEASURED: dict[tuple[int, int, int], LinearTuning | None] = {}
-"""(out_features, in_features, one of ROW_CLASSES) -> what was best on an H200; None: torch's own linear. Not measured
-yet."""
+_ONE_ROW = LinearTuning(uses_tiles=False, block_n=1, block_k=2048, num_warps=8)
+_ONE_LONG_ROW = LinearTuning(uses_tiles=False, block_n=1, block_k=1024, num_warps=4)
+_TILES = LinearTuning(uses_tiles=True, block_n=64, block_k=128, num_warps=4, num_stages=6)
+_SPLIT_TILES = dataclasses.replace(_TILES, splits=2)
+_MANY_TILES = dataclasses.replace(_TILES, num_stages=4)
+
+SHAPES: dict[tuple[int, int], tuple[LinearTuning | None, LinearTuning | None]] = {
+    (6144, 4096): (_ONE_ROW, _TILES),
+    (4096, 4096): (_ONE_ROW, _SPLIT_TILES),
+    (28672, 4096): (_ONE_ROW, _MANY_TILES),
+    (4096, 14336): (_ONE_LONG_ROW, _SPLIT_TILES),
+    (128256, 4096): (_ONE_LONG_ROW, _MANY_TILES),
+}
+"""(out_features, in_features) -> for one row, for more: what was best on an H200 (benchmarks/results/gpu_linear.json),
+or within 2% of it, so that five kernels serve them all, and not three times as many that would be compiled.
+(28672, 4096) of several rows is as fast by torch, alone; in a step ours overlaps with its neighbours."""
+MEASURED: dict[tuple[int, int, int], LinearTuning | None] = {
+    (*shape, rows): one if rows == 1 else more for shape, (one, more) in SHAPES.items() for rows in ROW_CLASSES
+}
+"""(out_features, in_features, one of ROW_CLASSES) -> what is taken; None: torch's own linear."""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .dependent import wait_for_previous
 from .operators import Launcher, power_of_2, rows_of
 
 _MAX_BLOCK = 1 << 14
@@ -82,12 +83,14 @@ def norm_rows(
     block: tl.constexpr,
     adds: tl.constexpr,
     is_double: tl.constexpr,
+    overlaps: tl.constexpr,
 ) -> None:
     """One program `rows_at_once` rows. `out` and `total` are contiguous; without `adds` residual and total are unused.
 
     What is constant of a model is a constant here: eps would lose half its digits as a number, which is a float32.
     """
     wide: tl.constexpr = tl.float64 if is_double else tl.float32
+    wait_for_previous(overlaps)
     # In int64: a tensor may have more entries than an int32 counts.
     row = tl.program_id(0).to(tl.int64) * rows_at_once + tl.arange(0, rows_at_once)
     exists = (row < num_rows)[:, None]
@@ -125,7 +128,7 @@ def norm_rows(
             tl.store(out_row + first + column, _scaled(value, factor, factors, wide), mask=mask)
 
 
-_LAUNCHER = Launcher(norm_rows)
+_LAUNCHER = Launcher(norm_rows, overlaps=True)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, variance_size: int | None) -> torch.Tensor | None:

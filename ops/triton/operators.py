@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...errors import KernelNotReadyError
+from ...errors import InputError, KernelNotReadyError
 from ..capturing import is_capturing_whole
 from ..deferred import deferring
-from .launch import Call, Grid, Launch, addresses_of, has_hooks, is_interpreted, launch_on, quick_launch
+from .dependent import overlap_options, overlaps_on
+from .launch import Call, Grid, Launch, Way, addresses_of, has_hooks, is_interpreted, launch_on, quick_launch
 
 _MAX_WAYS = 4096
 """Kinds of launches that a launcher remembers; past that it forgets them, and Triton finds what it compiled again."""
@@ -23,16 +24,20 @@ class _Quick(NamedTuple):
     holds: Any
     """The compiled kernel, which a Triton unloads when nobody holds it."""
     is_only_device: bool
+    last: tuple[bool, ...]
+    """Constants behind those of the call."""
 
 
 class Launcher:
     """Launches one JIT function, whose parameters are in this order: tensors, `num_rows`, numbers, constants.
 
     The function must not specialise on `num_rows`, so that a launch of another number of rows is of the same kind.
+    With `overlaps` it has a last constant, `overlaps`, and keeps the rule of `piecework.ops.triton.dependent`.
     """
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Any, *, overlaps: bool = False) -> None:
         self.kernel = kernel
+        self.overlaps = overlaps
         self._ways: dict[Hashable, _Quick | None] = {}
         """By kind; None: it has no quick launch, or its compile failed. An ordinary launch then says why."""
 
@@ -49,17 +54,19 @@ class Launcher:
         """Launches `num_programs` programs; False: nothing was launched, since a compile must not be waited for here.
 
         Args:
-            tensors: all on one device.
+            tensors: all on one device; the quick launch would read any address.
             numbers: strides and the like, of few different values.
 
         Raises:
+            InputError: the tensors are on several devices.
             KernelNotReadyError: under `defer_compiles`, in a capture: the kernel is not compiled yet.
             NotAvailableError: the tensors are on no GPU, and this is not Triton's interpreter.
         """
         addresses = addresses_of(*tensors)
-        device = tensors[0].get_device()
+        devices = tuple(map(torch.Tensor.get_device, tensors))
+        device = devices[0]
         kind = (
-            device,
+            devices,
             num_warps,
             num_rows >> 31,  # it takes 64 bits
             numbers,
@@ -71,12 +78,23 @@ class Launcher:
         if quick is not None and not has_hooks() and (quick.is_only_device or torch.cuda.current_device() == device):
             stream = torch._C._cuda_getCurrentRawStream(device)
             try:
-                quick.run(num_programs, 1, 1, stream, *quick.middle, *addresses, num_rows, *numbers, *constants)
+                arguments = (*addresses, num_rows, *numbers, *constants, *quick.last)
+                quick.run(num_programs, 1, 1, stream, *quick.middle, *arguments)
                 return True
             except TypeError:  # another Triton, whose launcher takes something else
                 self._ways[kind] = None
+        if len(every := {str(tensor.device) for tensor in tensors}) > 1:
+            raise InputError(
+                f"{self.kernel.fn.__name__}: expected all tensors on one device, got {', '.join(sorted(every))}; "
+                f"move them to one"
+            )
         grid: Grid = (num_programs, 1, 1)
-        call = Call(self.kernel, grid, (*tensors, num_rows, *numbers, *constants), {"num_warps": num_warps})
+        options: dict[str, int] = {"num_warps": num_warps}
+        last: tuple[bool, ...] = ()
+        if self.overlaps:
+            last = (overlaps_on(tensors[0].device),)
+            options |= overlap_options(*last)
+        call = Call(self.kernel, grid, (*tensors, num_rows, *numbers, *constants, *last), options)
         if kind not in self._ways and not is_interpreted(self.kernel):
             submit = deferring()
             if submit is not None:
@@ -86,27 +104,27 @@ class Launcher:
                         f"one while that is left to others (defer_compiles); capture again later, or outside of "
                         f"defer_compiles to wait for the compile"
                     )
-                submit((self.kernel.fn, kind), functools.partial(self._compile, kind, call))
+                submit((self.kernel.fn, kind), functools.partial(self._compile, kind, call, last))
                 return False
         with launch_on(self.kernel, tensors[0]):
             compiled = call.launch()
         if kind not in self._ways and not is_interpreted(self.kernel):
-            self._note(kind, quick_launch(compiled))
+            self._note(kind, quick_launch(compiled), last)
         return True
 
-    def _compile(self, kind: Hashable, call: Call) -> None:
+    def _compile(self, kind: Hashable, call: Call, last: tuple[bool, ...]) -> None:
         """Compiles, and notes the quick launch or that it failed. Raises: whatever Triton raises, after that."""
         if kind not in self._ways:
             way = None
             try:
                 way = call.compile()
             finally:
-                self._note(kind, way)
+                self._note(kind, way, last)
 
-    def _note(self, kind: Hashable, way: tuple[Launch, tuple[Any, ...], Any] | None) -> None:
+    def _note(self, kind: Hashable, way: Way | None, last: tuple[bool, ...]) -> None:
         if len(self._ways) >= _MAX_WAYS:
             self._ways.clear()
-        self._ways[kind] = None if way is None else _Quick(*way, torch.cuda.device_count() == 1)
+        self._ways[kind] = None if way is None else _Quick(*way, torch.cuda.device_count() == 1, last)
 
 
 class Rows(NamedTuple):

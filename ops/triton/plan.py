@@ -18,6 +18,7 @@ import torch
 
 from ...errors import InputError
 from ..deferred import Deferred
+from .dependent import overlap_options
 from .kv_store import store_rows
 from .launch import Call, Grid, Way, addresses_of, is_interpreted, launch_on, quick_launch
 from .layout import Kernel, Layout, Pending
@@ -194,11 +195,13 @@ def _calls(plan: Plan, tensors: tuple[torch.Tensor, ...], rotated: torch.Tensor 
     tables = (plan.start, plan.lens, plan.table, *plan.memory)
     attend, kernel = (attend_tiles, layout.tiles) if plan.uses_tiles else (attend_rows, layout.rows)
     last = (k_cache, v_cache, plan.slots, plan.slots.stride(0), *layout.store_last)
+    overlapping = overlap_options(layout.overlaps)
     if layout.rotated is None:
-        store = Call(store_rows, layout.store_grid, (k, v, *last), {"num_warps": 4})
+        store = Call(store_rows, layout.store_grid, (k, v, *last), {"num_warps": 4, **overlapping})
     else:
         turned = rotated if rotated is not None else _no_q(layout)
-        store = Call(rotate_and_store, layout.store_grid, (turned, q, k, v, *angles, *last), {"num_warps": NUM_WARPS})
+        options = {"num_warps": NUM_WARPS, **overlapping}
+        store = Call(rotate_and_store, layout.store_grid, (turned, q, k, v, *angles, *last), options)
         q = turned
     return store, Call(attend, plan.grid, (q, k_cache, v_cache, out, *tables, *plan.numbers), kernel.options)
 

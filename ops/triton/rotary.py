@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .dependent import wait_for_previous
 from .operators import Launcher, power_of_2
 
 _FEW_ENTRIES = 1 << 17
@@ -115,9 +116,11 @@ def rotate_heads(
     heads_at_once: tl.constexpr,
     norms: tl.constexpr,
     is_double: tl.constexpr,
+    overlaps: tl.constexpr,
 ) -> None:
     """One program a (token, some heads of q or some of k). The results are contiguous; without `norms` no weights."""
     wide: tl.constexpr = tl.float64 if is_double else tl.float32
+    wait_for_previous(overlaps)
     q_columns: tl.constexpr = (num_heads + heads_at_once - 1) // heads_at_once
     k_columns: tl.constexpr = (num_kv_heads + heads_at_once - 1) // heads_at_once
     program = tl.program_id(0)
@@ -167,7 +170,7 @@ def rotate_heads(
         )
 
 
-_LAUNCHER = Launcher(rotate_heads)
+_LAUNCHER = Launcher(rotate_heads, overlaps=True)
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -194,6 +197,10 @@ def _turn(
 ) -> Pair | None:
     num_tokens, num_heads, head_size = q.shape
     num_kv_heads = k.shape[1]
+    dtypes = {q.dtype, k.dtype, cos.dtype, sin.dtype}
+    is_double = torch.float64 in dtypes
+    if is_double and len(dtypes) > 1:  # not every Triton rounds float64 to bfloat16, its interpreter for one
+        return None
     results = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(k.shape, dtype=k.dtype, device=k.device)
     if num_tokens == 0 or head_size == 0 or num_heads + num_kv_heads == 0:
         return results
@@ -215,7 +222,7 @@ def _turn(
             power_of_2(head_size - 2 * half),
             heads_at_once,
             weights is not None,
-            torch.float64 in (q.dtype, k.dtype, cos.dtype, sin.dtype),
+            is_double,
         ),
         num_programs=num_tokens * columns,
         num_warps=num_warps,

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .dependent import wait_for_previous
+
 _MAX_ELEMENTS = 1 << 11
 """Elements of Q that a program rotates, or of K, and as many of V: two vectors of 16 bytes a thread in bf16."""
 NUM_WARPS = 4
@@ -99,6 +101,7 @@ def rotate_and_store(
     padded_rest: tl.constexpr,
     heads_at_once: tl.constexpr,
     kv_heads_at_once: tl.constexpr,
+    overlaps: tl.constexpr,
 ) -> None:
     """One program a (token, several query heads, or several KV heads behind all of those).
 
@@ -108,6 +111,7 @@ def rotate_and_store(
         rotated: [num_tokens, num_heads, head_size], contiguous: gets the rotated q.
     """
     num_query_parts: tl.constexpr = (num_heads + heads_at_once - 1) // heads_at_once
+    wait_for_previous(overlaps)
     # All in int64: q and a cache may have more elements than an int32 counts.
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1).to(tl.int64)
@@ -172,6 +176,7 @@ def rotary_last(
     half: int,
     strides: tuple[tuple[int, ...], ...],
     cache_strides: tuple[int, ...],
+    overlaps: bool,
 ) -> tuple[int, ...]:
     """The last arguments of `rotate_and_store`, from `q_token` on.
 
@@ -179,6 +184,7 @@ def rotary_last(
         half: `rotary_size // 2`.
         strides: those of q, k, v, cos and sin.
         cache_strides: those of k_cache, then of v_cache.
+        overlaps: see `piecework.ops.triton.dependent`.
     """
     # Those of a token and of a head can be arguments of any value, those of an element are constants.
     outer = [number for each in strides for number in each[:-1]]
@@ -188,7 +194,7 @@ def rotary_last(
         *(each[-1] for each in strides),
         *cache_strides,
         *(num_heads, num_kv_heads, block_size, head_size, half, *padded),
-        *(_heads_at_once(num_heads, head_size), _heads_at_once(num_kv_heads, head_size)),
+        *(_heads_at_once(num_heads, head_size), _heads_at_once(num_kv_heads, head_size), overlaps),
     )
 
 

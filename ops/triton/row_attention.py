@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .dependent import wait_for_previous
+
 
 @triton.jit
 def request_of(
@@ -81,6 +83,7 @@ def attend_rows(
     tile: tl.constexpr,
     reduced_at_once: tl.constexpr,
     interpreted: tl.constexpr,
+    overlaps: tl.constexpr,
 ) -> None:
     """One program a (row, KV head and part of its group of query heads, split of the context).
 
@@ -93,6 +96,7 @@ def attend_rows(
         min_chunk: tokens under which a split takes them all.
         group_part: query heads of a program, a power of two; padded_part: the same, padded for `tl.dot`.
     """
+    wait_for_previous(overlaps)
     row = tl.program_id(0)
     column = tl.program_id(1)
     split = tl.program_id(2)

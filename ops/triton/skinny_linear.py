@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .dependent import wait_for_previous
 from .row_attention import multiply
 
 
@@ -50,6 +51,7 @@ def multiply_rows(
     block_n: tl.constexpr,
     block_k: tl.constexpr,
     unroll: tl.constexpr,
+    overlaps: tl.constexpr,
 ) -> None:
     """One program a block of outputs: of all the rows, which are one to three.
 
@@ -59,11 +61,13 @@ def multiply_rows(
         bias: [out_features]; not read without one.
         out: [num_rows, out_features], contiguous.
         is_even: whether block_k divides in_features.
+        overlaps: see `piecework.ops.triton.dependent`.
     """
     n = tl.program_id(0) * block_n + tl.arange(0, block_n)
     is_output = n < out_features
     # What is past the end is read as the last one again, and not written. In int64: a table of tokens is large.
     weight_at = weight + tl.minimum(n, out_features - 1).to(tl.int64)[:, None] * in_features
+    wait_for_previous(overlaps)
     total_0 = tl.zeros([block_n, block_k], tl.float32)
     total_1 = tl.zeros([block_n, block_k], tl.float32)
     total_2 = tl.zeros([block_n, block_k], tl.float32)
@@ -113,6 +117,7 @@ def multiply_tiles(
     block_k: tl.constexpr,
     padded_rows: tl.constexpr,
     interpreted: tl.constexpr,
+    overlaps: tl.constexpr,
 ) -> None:
     """One program a (block of outputs, split of the sum).
 
@@ -133,6 +138,7 @@ def multiply_tiles(
     x_at = x + row.to(tl.int64)[None, :] * x_row
     low = split * chunk
     high = tl.minimum(low + chunk, tl.cdiv(in_features, block_k))
+    wait_for_previous(overlaps)
     total = tl.zeros([block_n, padded_rows], tl.float32)
     for each in range(low, high):
         # Begins at a multiple of a constant, as the compiler sees: only then it loads whole vectors.

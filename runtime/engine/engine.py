@@ -100,8 +100,9 @@ class LLMEngine:
         check_positive(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
         resolve(config, device_type=self.device.type, cuda_available=torch.cuda.is_available())
         self.model_config = ModelConfig.from_directory(self.directory, frozenset(ARCHITECTURES))
+        known_dtype = weight_dtype or self.model_config.dtype
         check_attention_backend(
-            config.attention_backend, self.device.type, dtype=weight_dtype, head_size=self.model_config.head_size
+            config.attention_backend, self.device.type, dtype=known_dtype, head_size=self.model_config.head_size
         )
         self.max_model_len = max_model_len_of(max_model_len, self.model_config.max_position_embeddings)
         self.max_num_seqs, self.max_num_batched_tokens = step_limits_of(

@@ -24,6 +24,7 @@ _OWNERS: dict[int, object] = {}
 
 class _Wrapper:
     _kind = ""
+    _takes_any_group = True
 
     def __init__(self, floats: torch.Tensor, layout: str, use_cuda_graph: bool, lists: tuple[Any, ...]) -> None:
         assert layout == "NHD"
@@ -53,6 +54,7 @@ class _Wrapper:
         assert indices.dtype == torch.int32
         assert len(indices) == indptr[-1]
         assert heads % kv_heads == 0
+        assert self._takes_any_group or heads // kv_heads in (1, 2, 3, 4, 8), "there is no such decode kernel"
         if self._floats.numel() in OVERFLOWS:
             raise RuntimeError("Buffer overflow when allocating memory, bytes available in AlignedAllocator.")
         given = (starts, indptr, indices, last)
@@ -79,7 +81,11 @@ class _Wrapper:
         assert k_cache.shape[1:] == v_cache.shape[1:] == (page_size, kv_heads, head_size)
         assert q.dtype == out.dtype == k_cache.dtype == dtype
         assert out.is_contiguous()
-        assert q.stride(2) == 1
+        for each in (q, k_cache, v_cache, out):
+            assert each.stride(-1) == 1
+            assert each.data_ptr() % 16 == 0, "a misaligned address"
+            assert not any(stride * each.element_size() % 16 for stride in each.stride()[:-1]), "a misaligned address"
+        assert k_cache.stride() == v_cache.stride()
         starts, indptr, indices, last = (each.tolist() for each in self._lists)
         for request, tokens in enumerate(last):
             rows = slice(starts[request], starts[request + 1])
@@ -120,6 +126,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         own = torch.zeros(len(paged_kv_indptr_buffer), dtype=torch.int32) if use_cuda_graph else None  # type: ignore
         lists = (own, paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, lists)
+        self._takes_any_group = use_tensor_cores
 
     def plan(
         self,

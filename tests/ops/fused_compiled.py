@@ -21,6 +21,8 @@ from triton.runtime import JITFunction, driver
 
 from piecework.ops.triton import activation, launch, norm, operators, rotary
 
+from .overlapping import check_waits_first
+
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-5
 
@@ -48,10 +50,12 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         assert len(kernel.asm["cubin"]) > 1000
         assert len(args) == len(self.arg_names) == len(kernel.src.signature)
+        check_waits_first(kernel.asm["ptx"])
         found.append(kernel)
 
     monkeypatch.setattr(JITFunction, "run", warm_up)
     monkeypatch.setattr(operators, "launch_on", lambda kernel, tensor: contextlib.nullcontext())
+    monkeypatch.setattr(operators, "overlaps_on", lambda device: True)
     driver.set_active(Hopper())  # for the rest of this process: there may be no driver to go back to
     return found
 

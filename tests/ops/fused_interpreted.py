@@ -96,6 +96,16 @@ def test_weights_of_another_dtype_are_the_native_bodys_business() -> None:
     torch.library.opcheck(body, arguments)
 
 
+@pytest.mark.parametrize("wide", ["cos", "q"])
+def test_float64_among_other_dtypes_is_the_native_bodys_business(wide: str) -> None:
+    q, k, cos = torch.randn(3, 2, 8).bfloat16(), torch.randn(3, 1, 8).bfloat16(), torch.rand(3, 4)
+    q, cos = (q, cos.double()) if wide == "cos" else (q.double(), cos)
+    weights = torch.ones(8, dtype=q.dtype), torch.ones(8, dtype=k.dtype)
+    for op, arguments in ((rotary_embedding, (q, k, cos, cos)), (qk_norm_rotary, (q, k, *weights, cos, cos, EPS))):
+        for got, expected in zip(body_of(op, "triton")(*arguments), op.native(*arguments), strict=True):
+            assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize(
     ("op", "arguments", "text"),
     [
@@ -325,6 +335,19 @@ def test_another_current_device_gets_an_ordinary_launch(jit: Jit, monkeypatch: p
     current[0] = 1
     call()
     assert jit.log == ["ordinary", "quick", "ordinary"]
+
+
+def test_a_tensor_on_another_device_is_refused_and_never_launched_quickly(
+    jit: Jit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, elsewhere = torch.randn(3, 64), WEIGHT.to("meta")
+    body = norm.rms_norm
+    body(x, WEIGHT, EPS, None)
+    device_of = torch.Tensor.get_device
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda t: 1 if t.device.type == "meta" else device_of(t))
+    with pytest.raises(InputError, match="norm_rows: expected all tensors on one device, got cpu, meta; move them"):
+        body(x, elsewhere, EPS, None)
+    assert jit.log == ["ordinary"]
 
 
 def test_kinds_are_not_remembered_without_end(jit: Jit, monkeypatch: pytest.MonkeyPatch) -> None:

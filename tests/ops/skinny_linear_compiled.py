@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,9 @@ from piecework.ops.capturing import capturing_whole
 from piecework.ops.deferred import awaited, defer_compiles
 from piecework.ops.linear import skinny_linear
 from piecework.ops.triton import launch, linear_plan
-from piecework.ops.triton.linear_table import LinearTuning
+from piecework.ops.triton.linear_table import MEASURED, SHAPES, LinearTuning, pick_tuning
+
+from .overlapping import check_waits_first
 
 LLAMA = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)]
 
@@ -58,8 +60,8 @@ class World:
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    """Kernels compile, are not loaded, and note what they are launched with."""
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """Kernels compile, are not loaded, and note what they are launched with. The table is empty: its rules hold."""
     world = World(compiles=[], launches=[])
     compile: Callable[..., Any] = JITFunction._do_compile
 
@@ -79,13 +81,20 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     # The tensors are on the CPU: plans are made for those of the interpreter, and launched as those of a GPU.
     monkeypatch.setattr(linear_plan, "_serves", lambda device: True)
     monkeypatch.setattr(linear_plan, "_num_sms", lambda device: 132)
+    monkeypatch.setattr(linear_plan, "overlaps_on", lambda device: True)
     monkeypatch.setattr(linear_plan, "_WAYS", {})
     assert not plain(linear_plan.multiply_rows)
     driver.set_active(Hopper())  # for the rest of this process: there may be no driver to go back to
     for kernel in (linear_plan.multiply_rows, linear_plan.multiply_tiles):
         kernel.device_caches.clear()
     linear_plan._plan_of.cache_clear()
-    return world
+    measured = dict(MEASURED)
+    MEASURED.clear()
+    pick_tuning.cache_clear()
+    yield world
+    MEASURED.update(measured)
+    linear_plan._plan_of.cache_clear()
+    pick_tuning.cache_clear()
 
 
 def weights(out_features: int, in_features: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -126,12 +135,27 @@ def test_a_model_of_even_sizes_has_few_kernels(
         assert spilled_bytes(compiled.asm["ptx"], tmp_path) == 0
         assert compiled.metadata.shared <= 227 * 1024
         ptx = compiled.asm["ptx"]
+        check_waits_first(ptx)
         if name == "multiply_rows":  # 16 bytes of weights a thread at once, which leave the cache first
             assert re.search(r"ld\.global\S*\.v4", ptx)
             assert "evict_first" in ptx
         else:
             assert "wgmma" in ptx
             assert re.search(r"cp\.async\.cg\.shared\.global", ptx)
+
+
+def test_what_was_measured_is_five_kernels_that_fit(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_plan, "_compile_ahead", lambda *arguments: None)
+    for num_rows in range(1, 17):
+        for sizes in LLAMA:
+            if (tuning := SHAPES[sizes][num_rows > 1]) is not None:
+                assert call(num_rows, weights(*sizes), tuning=tuning)
+    assert sorted(world.names) == ["multiply_rows"] * 2 + ["multiply_tiles"] * 3
+    for _, compiled in world.compiles:
+        assert spilled_bytes(compiled.asm["ptx"], tmp_path) == 0
+        assert compiled.metadata.shared <= 227 * 1024
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -185,8 +209,7 @@ def test_what_is_compiled_ahead_is_what_a_launch_takes(world: World) -> None:
     assert len(world.launches) == 16
     assert all(isinstance(argument, int | float) for each in world.launches for argument in each[9:]), "they were quick"
     for each in world.launches:
-        kernel = linear_plan.multiply_tiles if len(each) - 9 == 18 else linear_plan.multiply_rows
-        assert len(each) - 9 == len(kernel.arg_names)
+        assert len(each) - 9 in (len(linear_plan.multiply_tiles.arg_names), len(linear_plan.multiply_rows.arg_names))
     linear_plan._plan_of.cache_clear()
     for num_rows in (1, 3, 5, 16):  # the ordinary way, as where nothing is deferred: Triton has them too
         assert call(num_rows, weight)

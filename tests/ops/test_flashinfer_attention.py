@@ -77,7 +77,7 @@ def run(step: Step, context: AttentionContext) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("window_size", [0, 3])
-@pytest.mark.parametrize("heads", [(4, 4), (4, 1)])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1), (6, 1)])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_equals_dense_attention(batch: str, heads: tuple[int, int], window_size: int) -> None:
     query_lens, prefix_lens = BATCHES[batch]
@@ -119,8 +119,14 @@ def test_what_its_kernels_cannot_read_is_copied_or_refused() -> None:
     step.q = step.q.transpose(1, 2).contiguous().transpose(1, 2)
     out = torch.full((3, HEAD_SIZE, 4), float("nan"), dtype=torch.float64).transpose(1, 2)
     check(step, step.run(out))
+    beside = torch.full((3 * 4 * HEAD_SIZE + 1,), float("nan"), dtype=torch.float64)
+    check(step, step.run(beside[1:].view(3, 4, HEAD_SIZE)))
     step.v_cache = step.v_cache.transpose(1, 2).contiguous().transpose(1, 2)
     with pytest.raises(InputError, match="flashinfer expects k_cache and v_cache with the same strides"):
+        step.run()
+    odd = torch.zeros((*step.k_cache.shape[:-1], HEAD_SIZE + 1), dtype=torch.float64)[..., :HEAD_SIZE]
+    step.k_cache = step.v_cache = odd
+    with pytest.raises(InputError, match="every head begins at a multiple of 16 bytes"):
         step.run()
 
 
@@ -242,7 +248,7 @@ def test_torch_serves_until_kernels_are_compiled_and_a_capture_waits() -> None:
     assert len(pending) == 2
     for compile_it in pending.values():
         compile_it()
-    assert sorted(CALLS) == ["decode plan", "prefill plan"]
+    assert sorted(CALLS) == ["decode plan", "decode run", "prefill plan", "prefill run"], "launched before a capture"
     CALLS.clear()
     with defer_compiles(lambda key, compile_it: pytest.fail("it is compiled")):
         static.plan_for(step.context)
@@ -250,6 +256,47 @@ def test_torch_serves_until_kernels_are_compiled_and_a_capture_waits() -> None:
         with capturing_whole():
             check(step, run(step, static))
         check(step, step.run())
+
+
+def test_under_defer_compiles_a_replay_is_not_left_with_the_plan_of_an_earlier_step() -> None:
+    step = make_step([1, 1], [3, 4])
+    static = static_of(step, 2)
+    static.plan_for(step.context)
+    check(step, run(step, static))  # outside: only what it needs is built
+    captured = static.plan_key()
+    with defer_compiles(lambda key, compile_it: None):
+        other = make_step([1, 1], [9, 0])
+        CALLS.clear()
+        refill(static, other)
+        assert CALLS == ["decode plan"]
+        assert static.plan_key() == captured
+        prompts = make_step([2], [3])
+        refill(static, prompts)
+        assert CALLS == ["decode plan"], "nobody waits for the other wrapper's kernels"
+        assert static.plan_key() != captured
+        check(prompts, run(prompts, static))
+        refill(static, step)
+        assert static.plan_key() != captured, "it does not go back"
+        check(step, run(step, static))
+
+
+def test_captures_with_one_copy_may_not_follow_the_plans_of_another() -> None:
+    step = make_step([1, 1], [3, 4])
+    copies = [static_of(step, 2) for _ in range(2)]
+    for static in copies:
+        static.plan_for(step.context)
+        check(step, run(step, static))
+    assert copies[0].plan_key() != copies[1].plan_key(), "its lists are in other buffers"
+
+
+def test_the_store_is_compiled_with_what_it_is_launched_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = pytest.importorskip("piecework.ops.triton.launch")
+    calls: list[Any] = []
+    monkeypatch.setattr(launch.Call, "compile", lambda call: calls.append(call))
+    row, cache = torch.zeros(2, 2, 64), torch.zeros(4, 16, 2, 64)
+    flashinfer_kernels._build_store("kind", (row, row, cache, cache), torch.zeros(2, dtype=torch.int64))
+    [call] = calls
+    assert len(call.arguments) == len(call.kernel.arg_names)
 
 
 # ---- the choice

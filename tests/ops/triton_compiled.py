@@ -23,6 +23,7 @@ from triton.runtime import JITFunction, driver
 from piecework.ops.deferred import defer_compiles
 from piecework.ops.triton import kv_store, launch, layout, paged_attention, plan
 
+from .overlapping import check_waits_first
 from .paged_reference import Batch, make_step, static_copy
 
 STEP = Batch(
@@ -71,9 +72,16 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[Kernel]:
         compiled = run(self, *args, grid=grid, warmup=True, **options)
         assert len(compiled.asm["cubin"]) > 1000
         assert len(args) == len(self.arg_names)
+        if self.fn.__name__ == "attend_tiles":  # launched the ordinary way
+            assert "griddepcontrol" not in compiled.asm["ptx"]
+        else:
+            check_waits_first(compiled.asm["ptx"])
         found.append(Kernel(name=self.fn.__name__, compiled=compiled, num_arguments=len(args)))
 
     monkeypatch.setattr(JITFunction, "run", warm_up)
+    for module in (kv_store, layout):
+        monkeypatch.setattr(module, "overlaps_on", lambda device: True)
+    layout.layout_of.cache_clear()
     for module in (kv_store, plan):
         monkeypatch.setattr(module, "launch_on", lambda kernel, tensor: contextlib.nullcontext())
     monkeypatch.setattr(paged_attention, "check_device", lambda kernel, tensor: None)

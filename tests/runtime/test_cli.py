@@ -285,6 +285,26 @@ def test_ops_says_what_packages_are_missing() -> None:
     assert err.count("not installed: pip install sglang-kernel") >= 1
 
 
+def test_ops_without_a_model_answers_for_the_dtype_that_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["ops", "--device", "cuda", "--dtype", "float32", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["attention"]["cases"]["decode"]["dtype"] == "float32"
+    rows = [row for op in answer["fused_ops"] if op["name"] == "linear" for row in op["implementations"]]
+    assert [row["rejected"] for row in rows if row["name"] == "triton"] == ["serves bfloat16, float16, not float32"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--dtype", "int8"], "dtype: expected auto or one of float32, "),
+        (["--device", "CUDA"], "device: expected cpu, cuda or cuda:N, got 'CUDA'; use one of these"),
+    ],
+)
+def test_ops_refuses_what_no_model_could_have(flags: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["ops", *flags]) == 2
+    assert text in capsys.readouterr().err
+
+
 WITH_ANOTHER_OP = """
 import sys, torch, piecework as pw
 from piecework.runtime.cli import main

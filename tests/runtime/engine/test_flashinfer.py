@@ -14,6 +14,7 @@ import torch
 from piecework.errors import NotAvailableError
 from piecework.ops import attention_rows, attention_table
 from piecework.phases import GraphConfig, PhaseConfig
+from piecework.runtime.engine import engine as engine_module
 from piecework.runtime.engine.engine import LLMEngine
 from piecework.runtime.engine.params import SamplingParams
 
@@ -101,3 +102,13 @@ def test_a_model_that_it_cannot_serve_is_refused_before_weights_are_read(
     with pytest.raises(NotAvailableError, match="expected one that supports .*: auto, torch; got flashinfer"):
         LLMEngine(checkpoint, config("full"), device="cpu")
     LLMEngine(checkpoint, dataclasses.replace(config("full"), attention_backend="torch"), device="cpu").close()
+
+
+def test_the_dtype_that_the_checkpoint_says_is_refused_before_weights_are_read(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_rows, "FLASHINFER_DTYPES", (torch.bfloat16, torch.float16))
+    attention_table.choose.cache_clear()
+    monkeypatch.setattr(engine_module, "load_weights", None)
+    with pytest.raises(NotAvailableError, match=r"computes bfloat16 and float16, not torch.float32"):
+        LLMEngine(checkpoint, config("full"), device="cpu")
