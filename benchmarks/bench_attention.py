@@ -1,10 +1,14 @@
-"""The Triton attention kernels alone: decode and prompts, beside scaled_dot_product_attention and a copy's bandwidth.
+"""Attention alone: Triton beside FlashInfer, beside scaled_dot_product_attention and a copy's bandwidth.
 
-    python benchmarks/bench_attention.py [--tune] [--max-seconds 100] [--json FILE]
+    python benchmarks/bench_attention.py [--tune] [--max-seconds 200] [--json FILE]
 
 32 query and 8 KV heads of 128, bf16, blocks of 16 in random order, random data. A time is a layer's: a CUDA graph of 20
 or more calls (store and attention) on the caches of as many layers, which are together larger than the L2 cache;
-medians of replays. `store_us` is the store alone. SDPA reads the same bytes without a block table, and stores nothing.
+medians of replays, all ways in turn. `store_us` is the store alone; rates are those of Triton. SDPA reads the same
+bytes without a block table, and stores nothing. Triton and FlashInfer are each compared with float64.
+FlashInfer runs through our implementation of the split op, with what that adds: the same store, and zeros for padding.
+Its kernels are compiled first, which takes minutes where its cache has none (`build_s`); a plan is made outside of what
+is timed, and takes the host `plan_us` once a step. Where FlashInfer cannot run, its way says why (`passed_over`).
 With --tune: the sizes of ops/triton/tuning.py are tried at the important shapes, and the best are printed.
 On the CPU (--device cpu, TRITON_INTERPRET=1) it only shows that everything runs: tiny shapes, times mean nothing.
 """
@@ -13,58 +17,31 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import itertools
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from report import NOT_BEGUN, Deadline, attempt, conditions, in_short, write_json
+from attention_flashinfer import Planned, build, plan_us
+from attention_layers import Calls, Layers, Shape, dtype_on
+from report import NOT_BEGUN, Deadline, attempt, conditions, errors_of, in_short, write_json
 from timing import Clock, copy_bandwidth
 
-from piecework.ops.attention import AttentionContext
-from piecework.ops.triton.kv_store import store
-from piecework.ops.triton.paged_attention import prepare
 from piecework.ops.triton.tuning import Tuning, pick_tuning
 
-BLOCK_SIZE = 16
-COLD_BYTES = 160 << 20
-"""Caches of all layers: three times the L2 cache of an H200."""
-MAX_BYTES = 48 << 30
-MAX_CHECKED_BYTES = 4 << 30
-DECODE = [(batch, context) for context in (128, 2048, 32768) for batch in (1, 32, 8, 128)]
-PROMPTS = [(512, 0), (2048, 0), (4096, 0), (512, 3584)]
+DECODE = [(batch, context) for context in (128, 512, 2048, 4096, 32768) for batch in (1, 32, 8, 128)]
+PROMPTS = [(512, 0), (2048, 0), (4096, 0), (8192, 0), (512, 3584)]
 """(new tokens, cached tokens) of one request."""
 TUNED_DECODE = [(1, 128), (1, 2048), (1, 32768), (32, 128), (32, 2048), (32, 32768), (128, 2048)]
 TUNED_PROMPTS = [(512, 0), (4096, 0)]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Of a row: one step."""
-
-    num_reqs: int
-    new: int
-    cached: int
-    num_heads: int = 32
-    num_kv_heads: int = 8
-    head_size: int = 128
-
-    @property
-    def length(self) -> int:
-        return self.new + self.cached
-
-    @property
-    def kv_bytes(self) -> int:
-        return 2 * 2 * self.num_reqs * self.length * self.num_kv_heads * self.head_size
-
-    @property
-    def flops(self) -> int:
-        seen = self.new * self.cached + self.new * (self.new + 1) // 2
-        return 4 * self.num_reqs * self.num_heads * self.head_size * seen
+ROUNDS, REPLAYS = 3, 5
+MAX_RELATIVE_ERROR = 2e-2
+"""A way farther from float64 is wrong: bf16 rounds to 4e-3."""
 
 
 class Budget(Deadline):
@@ -79,119 +56,87 @@ class Budget(Deadline):
         return Budget(max(0.0, self._seconds - self.passed) * share)
 
 
-class Layers:
-    """Tensors of one step in as many layers as make the L2 cache cold."""
-
-    def __init__(self, shape: Shape, device: torch.device, at_least: int) -> None:
-        self.shape, self.device = shape, device
-        num_blocks = -(-shape.length // BLOCK_SIZE)
-        cold = -(-COLD_BYTES // shape.kv_bytes)
-        count = min(max(at_least, min(cold, 160)), max(1, MAX_BYTES // shape.kv_bytes)) if device.type == "cuda" else 2
-        order = torch.randperm(shape.num_reqs * num_blocks).view(shape.num_reqs, num_blocks).tolist()
-        own = AttentionContext.build(
-            query_lens=[shape.new] * shape.num_reqs,
-            seq_lens=[shape.length] * shape.num_reqs,
-            block_tables=order,
-            block_size=BLOCK_SIZE,
-            device=device,
-        )
-        # A decode step is captured with the static copy, a prompt is not.
-        self.context = own.as_static({}) if shape.new == 1 else own
-        rows = shape.num_reqs * shape.new
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        heads = shape.num_heads + 2 * shape.num_kv_heads
-        projections = torch.randn(count, rows, heads, shape.head_size, device=device, dtype=dtype)
-        self.qkv = [p.split([shape.num_heads, *[shape.num_kv_heads] * 2], 1) for p in projections]
-        cache = (shape.num_reqs * num_blocks, BLOCK_SIZE, shape.num_kv_heads, shape.head_size)
-        self.caches = [torch.randn(2, *cache, device=device, dtype=dtype).unbind() for _ in range(count)]
-        self.outs = [torch.empty(rows, shape.num_heads, shape.head_size, device=device, dtype=dtype) for _ in self.qkv]
-
-    def ours(self, tuning: Tuning | None = None) -> list[Callable[[], Any]]:
-        """A call a layer."""
-        # A context of its own: the memory of another tuning's splits goes away with it.
-        context = dataclasses.replace(self.context, scratch={})
-        calls = [
-            prepare(*qkv, *caches, out, self.shape.head_size**-0.5, 0, _tuning=tuning)
-            for qkv, caches, out in zip(self.qkv, self.caches, self.outs, strict=True)
-        ]
-        return [lambda call=call: call(context) for call in calls]
-
-    def stores(self) -> list[Callable[[], Any]]:
-        slots = self.context.slot_mapping
-        return [lambda kv=kv, c=c: store(*kv, *c, slots) for (_, *kv), c in zip(self.qkv, self.caches, strict=True)]
-
-    def sdpa(self) -> list[Callable[[], Any]]:
-        """The same bytes in the order in which they lie. Without a cached prefix, or for one new token."""
-        shape = self.shape
-        calls: list[Callable[[], Any]] = []
-        for (q, *_), caches in zip(self.qkv, self.caches, strict=True):
-            query = q.view(shape.num_reqs, shape.new, *q.shape[1:]).transpose(1, 2)
-            key, value = (self._in_order(cache) for cache in caches)
-            calls.append(lambda q=query, k=key, v=value: self._attend(q, k, v))
-        return calls
-
-    def error(self) -> float:
-        """Of the first layer's output, by relative norm, against SDPA on the gathered blocks."""
-        shape = self.shape
-        blocks = self.context.block_table.flatten().long()
-        key, value = (self._in_order(cache[blocks]) for cache in self.caches[0])
-        query = self.qkv[0][0].view(shape.num_reqs, shape.new, shape.num_heads, shape.head_size).transpose(1, 2)
-        want = self._attend(query, key, value).transpose(1, 2).flatten(0, 1).double()
-        return float((self.outs[0].double() - want).norm() / want.norm())
-
-    def _in_order(self, cache: torch.Tensor) -> torch.Tensor:
-        by_request = cache.view(self.shape.num_reqs, -1, *cache.shape[2:])
-        return by_request[:, : self.shape.length].transpose(1, 2)
-
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        is_causal = self.shape.new > 1
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
-
-
-def captured_us(calls: list[Callable[[], Any]], clock: Clock, replays: int) -> float:
-    """Microseconds of one call, by replays of a graph of them all."""
+def captured(calls: Calls, clock: Clock) -> Callable[[int], list[float]]:
+    """Returns what gives a call's microseconds, of so many replays of a graph of them all."""
     for call in calls[:2]:  # the first compiles, the second makes quick what can be
         call()
     clock.wait()
     if not clock.on_cuda:
-        return statistics.median(clock.back_to_back(lambda i: calls[i % len(calls)](), 2)) * 1e3
+        return lambda n: [ms * 1e3 for ms in clock.back_to_back(lambda i: calls[i % len(calls)](), n)]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    times = clock.back_to_back(lambda i: graph.replay(), replays)
-    return statistics.median(times) * 1e3 / len(calls)
+    return lambda n: [ms * 1e3 / len(calls) for ms in clock.back_to_back(lambda i: graph.replay(), n)]
 
 
-def measure(shape: Shape, device: torch.device, copy_bytes_per_s: float, replays: int) -> dict[str, Any]:
-    """One row of the table."""
+def time_in_turn(calls: Mapping[str, Calls], ways: Mapping[str, dict[str, Any]], clock: Clock) -> None:
+    """Writes each way's microseconds. What cannot be captured or run says so, and the others go on."""
+    steps = {name: attempt(ways[name], lambda each=each: captured(each, clock)) for name, each in calls.items()}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(ROUNDS if clock.on_cuda else 1):
+        for name, step in steps.items():
+            if "error" not in ways[name]:
+                replays = REPLAYS if clock.on_cuda else 2
+                times[name] += attempt(ways[name], lambda step=step, n=replays: step(n)) or []
+    for name, us in times.items():
+        if "error" not in ways[name]:
+            ways[name] |= {"us": statistics.median(us), "us_min": min(us), "us_max": max(us)}
+
+
+def measure(shape: Shape, device: torch.device, copy_bytes_per_s: float, built: dict[str, Any]) -> dict[str, Any]:
+    """One row of the table. `built`: what is known of FlashInfer."""
     clock = Clock(device)
     if clock.on_cuda:
+        gc.collect()
         torch.cuda.empty_cache()  # the row before had other sizes, and these may take a third of the memory
-    row: dict[str, Any] = {**dataclasses.asdict(shape), "kv_bytes": shape.kv_bytes}
-    layers = attempt(row, lambda: Layers(shape, device, 20))
-    if layers is None:
-        return row
+    row: dict[str, Any] = {**dataclasses.asdict(shape), "kv_bytes": shape.kv_bytes, "ways": {}}
+    attempt(row, lambda: measure_ways(row, Layers(shape, device, 20), clock, built))
+    triton, flashinfer = (row["ways"].get(name, {}) for name in ("triton", "flashinfer"))
+    if "us" in triton and "store_us" in row:
+        attend_us = max(triton["us"] - row["store_us"], 1e-3)
+        row |= {"us": triton["us"], "gb_per_s": shape.kv_bytes / attend_us / 1e3}
+        row["share_of_copy"] = row["gb_per_s"] * 1e9 / copy_bytes_per_s
+        row["tflop_per_s"] = shape.flops / attend_us / 1e6
+        if "sdpa_us" in row:
+            row["speed_to_sdpa"] = row["sdpa_us"] / attend_us
+    if "us" in triton and "us" in flashinfer:
+        row["flashinfer_to_triton"] = flashinfer["us"] / triton["us"]
+        row["faster"] = "triton" if row["flashinfer_to_triton"] >= 1 else "flashinfer"
+    return row
+
+
+def measure_ways(row: dict[str, Any], layers: Layers, clock: Clock, built: dict[str, Any]) -> None:
+    """Triton and FlashInfer against float64; their times in turn, with those of the store and of SDPA."""
     row["layers"] = len(layers.qkv)
-    us = attempt(row, lambda: captured_us(layers.ours(), clock, replays))
-    store_us = attempt(row, lambda: captured_us(layers.stores(), clock, replays))
-    if us is None or store_us is None:
-        return row
-    attend_us = max(us - store_us, 1e-3)
-    row |= {"us": us, "store_us": store_us, "gb_per_s": shape.kv_bytes / attend_us / 1e3}
-    row["share_of_copy"] = row["gb_per_s"] * 1e9 / copy_bytes_per_s
-    row["tflop_per_s"] = shape.flops / attend_us / 1e6
-    if shape.new > 1 and shape.cached:
-        return row
-    if shape.kv_bytes <= MAX_CHECKED_BYTES:
-        row["relative_error"] = layers.error()
-        if not row["relative_error"] < 2e-2:
-            row["error"] = f"differs from SDPA by {row['relative_error']:.2g} of its norm"
-    baseline: dict[str, Any] = {}
-    row["sdpa_us"] = attempt(baseline, lambda: captured_us(layers.sdpa(), clock, replays))
-    if row["sdpa_us"] is not None:
-        row["speed_to_sdpa"] = row["sdpa_us"] / attend_us
-    return row | ({"sdpa_error": baseline["error"]} if baseline else {})
+    beside: dict[str, dict[str, Any]] = {"store": {}, "sdpa": {}}
+    calls = {"triton": layers.ours(), "store": layers.stores()}
+    if not (layers.shape.new > 1 and layers.shape.cached):
+        calls["sdpa"] = layers.sdpa()
+    row["ways"] = ways = {"triton": {}, "flashinfer": {}}
+    if "build_s" not in built:
+        ways["flashinfer"]["passed_over"] = built["passed_over"]
+    elif "error" in built:
+        ways["flashinfer"]["passed_over"] = f"it was not built: {built['error']}"
+    else:
+        ways["flashinfer"]["plan_us"] = attempt(ways["flashinfer"], lambda: plan_us(layers))
+        calls["flashinfer"] = Planned(layers).calls()
+    calls["store"][0]()  # the reference reads the new tokens too
+    reference = layers.reference()
+    for name, way in ways.items():
+        if name in calls and "error" not in way:
+            attempt(way, lambda way=way, call=calls[name][0]: compare(way, layers.error(call, reference)))
+    wanted = {name: each for name, each in calls.items() if "error" not in ways.get(name, {})}
+    time_in_turn(wanted, {**ways, **beside}, clock)
+    for name, found in beside.items():
+        row |= {f"{name}_{key}": found[key] for key in ("us", "error") if key in found}
+
+
+def compare(way: dict[str, Any], relative_error: float) -> None:
+    """Raises: ValueError if a way computes something else."""
+    way["relative_error"] = relative_error
+    if not relative_error <= MAX_RELATIVE_ERROR:
+        raise ValueError(f"differs from float64 by {relative_error:.2g} of their norm")
 
 
 # ---- tuning
@@ -234,7 +179,7 @@ def tune(shapes: list[Shape], tunings: list[Tuning], device: torch.device, deadl
             if not share.has():
                 break
             row: dict[str, Any] = {}
-            us = attempt(row, lambda t=tuning, la=layers: captured_us(la.ours(t), clock, 4))
+            us = attempt(row, lambda t=tuning, la=layers: statistics.median(captured(la.ours(t), clock)(4)))
             if us is not None:
                 found[tuning] = us
         # What was far behind is not worth trying at the next shape, nor what failed.
@@ -263,7 +208,7 @@ def ranked(times: dict[Shape, dict[Tuning, float]]) -> list[dict[str, Any]]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--max-seconds", type=float, default=100.0, help="no row is begun after this")
+    parser.add_argument("--max-seconds", type=float, default=200.0, help="no row is begun after this")
     parser.add_argument("--tune", action="store_true", help="tries sizes instead; give it 400 s and more")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parsed = parser.parse_args(arguments)
@@ -276,7 +221,8 @@ def main(arguments: list[str] | None = None) -> int:
         result = {**result, **part, "seconds": deadline.passed}
         write_json(parsed.json, result)
     print(in_short(result))
-    return 0 if not any("error" in row for row in result.get("rows", [])) else 1
+    failed = "error" in result.get("flashinfer", {}) or any(errors_of(row) for row in result.get("rows", []))
+    return int(failed)
 
 
 def shapes_of(device: torch.device, decode: list[tuple[int, int]], prompts: list[tuple[int, int]]) -> list[Shape]:
@@ -290,30 +236,53 @@ def shapes_of(device: torch.device, decode: list[tuple[int, int]], prompts: list
 
 
 def measure_all(device: torch.device, deadline: Budget) -> Iterator[dict[str, Any]]:
+    shapes = shapes_of(device, DECODE, PROMPTS)
+    built = build(shapes[0], device)
+    print("FlashInfer:", ", ".join(f"{key} {value}" for key, value in built.items()), flush=True)
+    yield {"flashinfer": built, "rows": []}
     bandwidth = copy_bandwidth(device)
     rows: list[dict[str, Any]] = []
-    shapes = shapes_of(device, DECODE, PROMPTS)
-    print(f"a copy moves {bandwidth / 1e9:.0f} GB/s")
-    heads = f"{'us':>9} {'store':>7} {'GB/s':>7} {'of copy':>8} {'TFLOP/s':>8} {'to SDPA':>8}"
-    print(f"{'requests x new + cached':>24} {heads}")
+    print(f"a copy moves {bandwidth / 1e9:.0f} GB/s; microseconds, with the store; ratio: FlashInfer to Triton")
+    heads = f"{'Triton':>9} {'FlashInfer':>10} {'ratio':>6} {'faster':>10} {'plan':>6}"
+    print(
+        f"{'requests x new + cached':>24} {heads} {'store':>6} {'GB/s':>6} {'of copy':>7} {'TFLOP/s':>7} {'to SDPA':>7}"
+    )
     for shape in sorted(shapes, key=lambda shape: shape.kv_bytes):
-        has_time = deadline.has()
-        name = f"{shape.num_reqs} x {shape.new} + {shape.cached}"
-        row = measure(shape, device, bandwidth, 9) if has_time else {**dataclasses.asdict(shape), "error": NOT_BEGUN}
-        rows.append(row)
-        if "us" in row:
-            to_sdpa = f"{row['speed_to_sdpa']:.2f} x" if "speed_to_sdpa" in row else "-"
-            rates = f"{row['gb_per_s']:7.0f} {row['share_of_copy']:8.2f} {row['tflop_per_s']:8.1f} {to_sdpa:>8}"
-            print(f"{name:>24} {row['us']:9.2f} {row['store_us']:7.2f} {rates} {row.get('error', '')}", flush=True)
+        if deadline.has():
+            row = measure(shape, device, bandwidth, built)
         else:
-            print(f"{name:>24} {row['error']}", flush=True)
-        yield {"copy_bytes_per_s": bandwidth, "rows": rows}
+            row = {**dataclasses.asdict(shape), "ways": {}, "error": NOT_BEGUN}
+        rows.append(row)
+        print(f"{shape.name:>24} {line_of(row)}", flush=True)
+        yield {"flashinfer": built, "copy_bytes_per_s": bandwidth, "rows": rows}
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """A row in the columns of the table, and what went wrong behind them."""
+
+    def shown(found: Mapping[str, Any], key: str, form: str, width: int) -> str:
+        return f"{found[key]:{form}}".rjust(width) if found.get(key) is not None else "-".rjust(width)
+
+    flashinfer = row["ways"].get("flashinfer", {})
+    cells = [
+        shown(row, "us", ".2f", 9),
+        shown(flashinfer, "us", ".2f", 10),
+        shown(row, "flashinfer_to_triton", ".2f", 6),
+        shown(row, "faster", "", 10),
+        shown(flashinfer, "plan_us", ".0f", 6),
+        shown(row, "store_us", ".2f", 6),
+        shown(row, "gb_per_s", ".0f", 6),
+        shown(row, "share_of_copy", ".2f", 7),
+        shown(row, "tflop_per_s", ".1f", 7),
+        shown(row, "speed_to_sdpa", ".2f", 7),
+    ]
+    wrong = [f"{name}: {way['error']}" for name, way in row["ways"].items() if "error" in way]
+    return " ".join([*cells, *([row["error"]] if "error" in row else []), *wrong])
 
 
 def tune_all(device: torch.device, deadline: Budget) -> Iterator[dict[str, Any]]:
     shapes = shapes_of(device, TUNED_DECODE, TUNED_PROMPTS)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    plain = pick_tuning(dtype, shapes[0].head_size, shapes[0].num_heads // shapes[0].num_kv_heads)
+    plain = pick_tuning(dtype_on(device), shapes[0].head_size, shapes[0].num_heads // shapes[0].num_kv_heads)
     parts = {"row": (row_tunings(plain), 0.65), "tile": (tile_tunings(plain), 1.0)}
     tuned: dict[str, Any] = {}
     for kind, (tunings, share) in parts.items():

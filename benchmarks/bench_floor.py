@@ -65,7 +65,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--layers", type=count, help="default: 32, on the CPU 2")
     parser.add_argument("--rows", type=rows_of, help="requests x tokens, with commas; default: 32, 128, 1 and 8 x 128")
-    parser.add_argument("--only-ours", action="store_true", help="without the plain ways, whose compiles take longest")
+    parser.add_argument(
+        "--plain-from",
+        type=count,
+        default=1,
+        metavar="REQUESTS",
+        help="the plain ways, whose compiles take longest, from here",
+    )
     parser.add_argument("--max-seconds", type=float, default=420.0, help="no way is begun after this")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parsed = parser.parse_args(arguments)
@@ -73,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
     command = ["python", "benchmarks/bench_floor.py", *(sys.argv[1:] if arguments is None else arguments)]
     about = {**conditions(parsed.device), "command": " ".join(command)}
     result: dict[str, Any] = {}
-    with inductor_cache(), Bench(parsed.device, parsed.layers, parsed.rows, not parsed.only_ours) as bench:
+    with inductor_cache(), Bench(parsed.device, parsed.layers, parsed.rows, parsed.plain_from) as bench:
         for measured in bench.measure(deadline):
             result = {**measured, **about, "seconds": deadline.passed}
             write_json(parsed.json, result)
@@ -85,13 +91,13 @@ class Bench(WholeBench):
     """One model; every way runs on it. What the two benchmarks share is in bench_whole.py."""
 
     def __init__(
-        self, device: str, num_layers: int | None, rows: tuple[tuple[int, int], ...] | None, with_plain: bool = True
+        self, device: str, num_layers: int | None, rows: tuple[tuple[int, int], ...] | None, plain_from: int = 1
     ) -> None:
         on_cuda = torch.device(device).type == "cuda"
         # The rows whose plain compile is asked for come first: it takes longest.
         rows = rows or (((32, 128), (128, 128), (1, 128), (8, 128)) if on_cuda else ((2, 32), (1, 16)))
         super().__init__(device, num_layers, rows, MODE)
-        self.with_plain = with_plain
+        self.plain_from = plain_from
         self.backends = BACKENDS if on_cuda else tuple(backend for backend in BACKENDS if backend != "triton")
         self.bandwidth = copy_bandwidth(self.device)
         self.causal = build_model(self.llama.config)
@@ -130,7 +136,7 @@ class Bench(WholeBench):
         makers: dict[str, Callable[[dict[str, Any]], tuple[Call, Logits]]] = {
             **{self.name_of(b): lambda way, b=b: self.our_way(way, b, steps) for b in self.backends},
         }
-        if self.with_plain:
+        if batch >= self.plain_from:
             makers[REDUCED] = lambda way: self.plain_way(self.reduced(plain), steps)
             makers[TUNED] = lambda way: self.plain_way(self.tuned(plain, steps), steps)
         for name, make in makers.items():

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import sympy
@@ -32,20 +33,26 @@ from .fakes import FakeFactory, Size, TensorDescription, fill, size_expr
 from .inputs import TOKENS
 from .memory import memory, tensors_in
 from .mutation import mutated_arguments
+from .native_bodies import Bodies, expand
 from .piece import BuiltPiece
 from .propagate import propagate
 from .split import Piece, SplitGraph, Subgraph
 from .stitched import PiecewiseGraph
 from .whole_inputs import describe_placeholders
 
+NO_BODIES: Bodies = MappingProxyType({})
 _MARK = "whole-forward compile"
 """In the text of the piece: a model without a split op has an equal piece, which is compiled with other settings."""
 
 
-def whole_graph(graph: PiecewiseGraph, bucket: int) -> PiecewiseGraph:
+def whole_graph(graph: PiecewiseGraph, bucket: int, bodies: Bodies = NO_BODIES) -> PiecewiseGraph:
     """A graph of one piece, `piece_0`, for exactly `bucket` tokens; the given one is left as it is.
 
     Its facts, rows and written inputs are those of `graph`. Sizes of other dims stay symbolic.
+
+    Args:
+        bodies: operators of kernels, and what takes their places: see `piecework.graphs.native_bodies`. A graph that is
+            a whole forward already keeps what it has.
 
     Raises:
         CompileError: the trace is not valid at `bucket`, has a size that depends on data, or takes a tensor that has
@@ -65,15 +72,16 @@ def whole_graph(graph: PiecewiseGraph, bucket: int) -> PiecewiseGraph:
         )
     if graph.data_size is not None:
         raise CompileError(f"whole: {graph.data_size.error()}")
-    return _Joiner(graph, bucket).join()
+    return _Joiner(graph, bucket, bodies).join()
 
 
 class _Joiner:
     """Puts the pieces of one graph and what lies between them into one graph, under a ShapeEnv of its own."""
 
-    def __init__(self, graph: PiecewiseGraph, bucket: int) -> None:
+    def __init__(self, graph: PiecewiseGraph, bucket: int, bodies: Bodies) -> None:
         self._graph = graph
         self._bucket = bucket
+        self._bodies = bodies
         self._shape_env = ShapeEnv(duck_shape=False, allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
         self._fake_mode = FakeTensorMode(shape_env=self._shape_env)
         self._dims: dict[str, sympy.Symbol] = {}
@@ -96,6 +104,11 @@ class _Joiner:
                 self._joined.erase_node(node)
         graph_module = GraphModule(self._attributes, self._joined, class_name="Whole")
         self._propagate(graph_module)
+        (ends,) = end.args
+        assert isinstance(ends, tuple)
+        now = dict(zip(results, ends, strict=True))  # a body may have come in the place of a result
+        outputs = [now[each] if isinstance(each, Node) and each in now else each for each in outputs]
+        results = list(dict.fromkeys(now.values()))
         numbers = {node: value for node in results if not isinstance(value := node.meta["example_value"], torch.Tensor)}
         results = [node for node in results if node not in numbers]
         end.args = (tuple(results),)
@@ -214,6 +227,7 @@ class _Joiner:
 
     def _propagate(self, graph_module: GraphModule) -> None:
         try:
+            expand(graph_module, self._bodies, self._fake_mode)
             propagate(graph_module, self._fake_mode)
         except Exception as error:  # whatever an operator raises
             raise CompileError(

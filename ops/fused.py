@@ -12,15 +12,16 @@ import importlib
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 import torch
+from torch._ops import OpOverload
 
 from ..errors import RegistrationError
-from .kernel import COMPILING, check_support
+from .kernel import COMPILING, check_operators, check_support, overload_of
 from .kernel import Kernel as Kernel
 from .kernel import KernelSpec as KernelSpec
 from .registry import load_entry_points
@@ -39,6 +40,7 @@ RESERVED = (NATIVE, "auto")
 _OURS = ("activation", "linear", "norm", "rotary", "sampling")
 _OPS: dict[str, FusedOp[Any, Any]] = {}
 _LOCK = threading.RLock()
+_EXPANDING: ContextVar[bool] = ContextVar("piecework_expanding", default=False)
 _EAGER: ContextVar[Mapping[str, str]] = ContextVar("piecework_fused_ops", default=MappingProxyType({}))
 
 
@@ -81,6 +83,8 @@ class FusedOp(Generic[P, R]):
         min_capability: tuple[int, int] | None = None,
         captures: bool = True,
         compiles: bool | None = None,
+        beats_inductor: bool = False,
+        operators: tuple[Any, ...] = (),
         why: str = "",
     ) -> Callable[[K], K]:
         """Registers the decorated function, or an operator, as a kernel with the signature of the native body.
@@ -98,6 +102,12 @@ class FusedOp(Generic[P, R]):
             captures: whether a capture may hold its calls.
             compiles: whether its first call compiles it, which takes a second and more; None: as its name says,
                 which "triton" and "flashinfer" do.
+            beats_inductor: whether it was measured to be faster than what Inductor makes of the native body; the
+                default under `inductor` then too, unless a kernel that goes before can serve.
+            operators: of a function, the opaque operators that it calls in the native body's place, with the native
+                body's leading arguments. A whole forward that is compiled at once has the native body where a trace
+                holds one of these; an operator that is no kernel and is not named here stays. A kernel that is an
+                operator need not name itself.
             why: what speaks for it, in a few words; `piecework ops` shows it.
 
         Raises:
@@ -117,7 +127,10 @@ class FusedOp(Generic[P, R]):
                     f"{location}: kernel of {self.name}: expected a name that is an identifier and not "
                     f"{' or '.join(RESERVED)}, got {name!r}; choose another"
                 )
-            check_support(f"{location}: kernel {name} of {self.name}", dtypes, min_capability)
+            where = f"{location}: kernel {name} of {self.name}"
+            check_support(where, dtypes, min_capability)
+            own = overload_of(body)
+            calls = (*((own,) if own is not None else ()), *check_operators(where, operators))
             if (got := _parameters(body)) != (expected := _parameters(self.native)):
                 raise RegistrationError(
                     f"{location}: kernel {name} of {self.name}: expected the native body's parameters "
@@ -140,6 +153,8 @@ class FusedOp(Generic[P, R]):
                     min_capability=min_capability,
                     captures=captures,
                     compiles=name in COMPILING if compiles is None else compiles,
+                    beats_inductor=beats_inductor,
+                    operators=calls,
                     why=why,
                 )
             return body
@@ -201,6 +216,27 @@ def fused_ops() -> tuple[FusedOp[Any, Any], ...]:
         return tuple(op for _, op in sorted(_OPS.items()))
 
 
+def native_bodies(names: Collection[str]) -> dict[OpOverload, Callable[..., Any]]:
+    """The operators of the kernels of the ops with these names, and the native body of each."""
+    ops = [op for op in fused_ops() if op.name in names]
+    return {operator: op.native for op in ops for kernel in op.kernels for operator in kernel.operators}
+
+
+def is_traced() -> bool:
+    """Whether a native body is traced now: by Dynamo, or to take a kernel's place in a graph."""
+    return torch.compiler.is_compiling() or _EXPANDING.get()
+
+
+@contextlib.contextmanager
+def expanding() -> Iterator[None]:
+    """Inside, native bodies that this thread calls are traced; see `is_traced`."""
+    token = _EXPANDING.set(True)
+    try:
+        yield
+    finally:
+        _EXPANDING.reset(token)
+
+
 @contextlib.contextmanager
 def tracing_with(choice: Choice) -> Iterator[None]:
     """Makes Dynamo trace what `choice` says, in the whole process; restores what was.
@@ -233,11 +269,9 @@ def use_choice(choice: Choice) -> Iterator[None]:
 
 def _parameters(function: Any) -> tuple[str, ...]:
     """Names of the parameters, with a mark where there is a default; of a torch operator, from its schema."""
-    packet = getattr(function, "_opoverload", function)  # a torch.library.custom_op's
-    if isinstance(packet, torch._ops.OpOverloadPacket):
-        packet = packet.default
-    if isinstance(packet, torch._ops.OpOverload):
-        return tuple(f"{a.name}=" if a.has_default_value() else a.name for a in packet._schema.arguments)
+    operator = overload_of(function)
+    if operator is not None:
+        return tuple(f"{a.name}=" if a.has_default_value() else a.name for a in operator._schema.arguments)
     parameters = inspect.signature(function).parameters.values()
     return tuple(f"{p.name}=" if p.default is not p.empty else p.name for p in parameters)
 

@@ -31,6 +31,8 @@ class ChosenOp:
     """(kernel, reason) of the kernels that were preferred and cannot serve."""
     by_default: bool
     """Whether the operator changed nothing here and no kernel for the device was missing."""
+    is_asked: bool = False
+    """Whether the operator's words, and not the default, say what runs: a forward that is compiled whole has it too."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +54,12 @@ class Choice:
         """(op, kernel) where a kernel runs: two choices that agree here make the same programs."""
         return tuple((op.name, op.runs) for op in self.ops if op.runs != NATIVE)
 
+    @property
+    def native_in_whole(self) -> tuple[str, ...]:
+        """Ops with a kernel for which the operator did not ask: a forward that is compiled whole has their native
+        bodies, for which its mode tries out kernels of its own."""
+        return tuple(op.name for op in self.ops if op.runs != NATIVE and not op.is_asked)
+
 
 def choose(
     fused_ops: tuple[str, ...],
@@ -64,7 +72,7 @@ def choose(
     at_once: bool = False,
     kernel_backend: str = AUTO,
 ) -> Choice:
-    """Decides what every fused op runs: the one place that does, also for what compiles a whole forward at once.
+    """Decides what every fused op runs: the one place that does.
 
     The operator's words, the stronger first:
 
@@ -73,10 +81,12 @@ def choose(
     - `kernel_backend`: `native` runs the native bodies; the name of a kernel runs it, under every compiler, in each op
       that has one that can serve. The other ops go on as under `auto`, and their reasons say why.
     - the base mode of `fused_ops`: `all` runs kernels, `none` native bodies, alike under each compiler.
-    - neither: the native body under `inductor` where it can fuse that, else a kernel.
+    - neither: the native body under `inductor` where it can fuse that and no kernel was measured to be faster
+      (`beats_inductor` of the one that would run), else a kernel.
 
-    "A kernel" is the first in the order of registration that can serve. Whole-forward compile calls this with
-    `compiler="inductor"`. A kernel that only `all` or the default asks for may be missing, and the reason says so.
+    "A kernel" is the first in the order of registration that can serve. A kernel that only `all` or the default asks
+    for may be missing, and the reason says so. Of a choice under `inductor`, a forward that is compiled whole takes
+    what the operator asked for, and else the native bodies: see `Choice.native_in_whole`.
 
     Args:
         dtype: of the activations; None: not known.
@@ -106,8 +116,9 @@ def _choose_one(
     op: FusedOp[Any, Any], items: tuple[str, ...], compiler: Compiler, spec: KernelSpec, backend: str
 ) -> ChosenOp:
     """What `op` runs; `backend` is a word of `kernel_backend` that was checked."""
-    wish, why = preference(items, op.name, compiler, fuses=op.fuses)
-    default = preference((), op.name, compiler, fuses=op.fuses)[0]
+    beats = _beats_inductor(op, spec)
+    wish, why = preference(items, op.name, compiler, fuses=op.fuses, beats_inductor=beats)
+    default = preference((), op.name, compiler, fuses=op.fuses, beats_inductor=beats)[0]
     kernels, is_named = op.kernels, op.name in named_ops(items)
     passed_over: list[tuple[str, str]] = []
     if backend == NATIVE and not is_named:
@@ -119,28 +130,37 @@ def _choose_one(
             reason = first.reject(spec) if first is not None else "kernel"
             if reason is None:
                 same = _choose_one(op, (), compiler, spec, AUTO).runs == backend
-                return ChosenOp(name=op.name, runs=backend, reason=f"kernel_backend is {backend}", by_default=same)
+                return ChosenOp(
+                    name=op.name, runs=backend, reason=f"kernel_backend is {backend}", by_default=same, is_asked=True
+                )
             why = f"{why} (kernel_backend: {'it has no ' if first is None else ''}{backend} {reason})"
             if first is not None:
                 passed_over.append((backend, reason))
                 kernels = kernels[1:]
     changed = wish is Preference.REQUIRED or wish is not default
-    if wish is Preference.NATIVE:
-        return ChosenOp(name=op.name, runs=NATIVE, reason=why, passed_over=tuple(passed_over), by_default=not changed)
-    return _first_that_serves(op, kernels, passed_over, spec, wish, why, changed)
+    chosen = ChosenOp(
+        name=op.name,
+        runs=NATIVE,
+        reason=why,
+        passed_over=tuple(passed_over),
+        by_default=not changed,
+        is_asked=bool(items) or backend == NATIVE,
+    )
+    return chosen if wish is Preference.NATIVE else _first_that_serves(op, kernels, spec, wish, chosen)
+
+
+def _beats_inductor(op: FusedOp[Any, Any], spec: KernelSpec) -> bool:
+    """Whether the first kernel that can serve was measured to be faster than what Inductor makes of the native body."""
+    if not any(kernel.beats_inductor for kernel in op.kernels):
+        return False
+    return next((kernel.beats_inductor for kernel in op.kernels if kernel.reject(spec) is None), False)
 
 
 def _first_that_serves(
-    op: FusedOp[Any, Any],
-    kernels: tuple[Kernel, ...],
-    passed_over: list[tuple[str, str]],
-    spec: KernelSpec,
-    wish: Preference,
-    why: str,
-    changed: bool,
+    op: FusedOp[Any, Any], kernels: tuple[Kernel, ...], spec: KernelSpec, wish: Preference, chosen: ChosenOp
 ) -> ChosenOp:
-    """The first of `kernels` that can serve, or the native body; `passed_over`: what was asked already."""
-    runs = NATIVE
+    """`chosen` with the first of `kernels` that can serve, or the native body; it has what was passed over already."""
+    runs, why, passed_over = NATIVE, chosen.reason, [*chosen.passed_over]
     for kernel in kernels:
         reason = kernel.reject(spec)
         if reason is None:
@@ -157,12 +177,12 @@ def _first_that_serves(
         why = f"{why}, but {details if passed_over else 'there is no kernel'}"
     for_device = {kernel.name for kernel in op.kernels if spec.device_type in kernel.device_types}
     missing = any(name in for_device for name, _ in passed_over)
-    return ChosenOp(
-        name=op.name,
+    return dataclasses.replace(
+        chosen,
         runs=runs,
         reason=why,
         passed_over=tuple(passed_over),
-        by_default=not changed and not missing,
+        by_default=chosen.by_default and not missing,
     )
 
 

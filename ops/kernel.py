@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._ops import OpOverload, OpOverloadPacket
 
 from ..errors import RegistrationError
 
@@ -51,6 +52,10 @@ class Kernel:
     """Whether a capture may hold its calls: it does the same on the device in each step, and waits for nothing."""
     compiles: bool = False
     """Whether its first call compiles it, which takes a second and more."""
+    beats_inductor: bool = False
+    """Whether it was measured to be faster than what Inductor makes of the native body: the default there then."""
+    operators: tuple[OpOverload, ...] = ()
+    """What a trace of its calls holds in the native body's place. Each takes the native body's leading arguments."""
     why: str = ""
     """What speaks for it, in a few words."""
 
@@ -82,6 +87,25 @@ class Kernel:
 def dtype_name(dtype: torch.dtype) -> str:
     """`bfloat16` for `torch.bfloat16`."""
     return str(dtype).removeprefix("torch.")
+
+
+def overload_of(function: Any) -> OpOverload | None:
+    """The operator that a function is, if it is one; its only overload."""
+    packet = getattr(function, "_opoverload", function)  # a torch.library.custom_op's
+    if isinstance(packet, OpOverloadPacket):
+        packet = packet.default
+    return packet if isinstance(packet, OpOverload) else None
+
+
+def check_operators(where: str, operators: Any) -> tuple[OpOverload, ...]:
+    """The operators of a tuple. Raises: RegistrationError unless it holds nothing else."""
+    found = [overload_of(each) for each in operators] if isinstance(operators, tuple) else [None]
+    if None in found:
+        raise RegistrationError(
+            f"{where}: operators: expected a tuple of torch operators, got {operators!r}; name what the function calls "
+            f"and torch.library or piecework.ops.opaque defined, or leave it out"
+        )
+    return tuple(each for each in found if each is not None)
 
 
 def check_support(where: str, dtypes: Any, min_capability: Any) -> None:

@@ -10,10 +10,11 @@ from torch.nn import functional as F
 
 from ..errors import InputError
 from . import flashinfer, sgl_kernel
-from .fused import fused_op
+from .fused import fused_op, is_traced
 from .opaque import opaque
 from .packages import needs
 
+# The order of the kernels below is that of their times on an H200 (`benchmarks/bench_ops.py`), from 1 to 4096 tokens.
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -45,12 +46,12 @@ def fused_add_rms_norm(
 
     The other arguments and the errors are those of `rms_norm`.
     """
-    if not torch.compiler.is_compiling() and x.shape != residual.shape:
+    if not is_traced() and x.shape != residual.shape:
         raise InputError(
             f"fused_add_rms_norm: expected x and residual of one shape, got {list(x.shape)} and "
             f"{list(residual.shape)}; pass the residual of the same tokens"
         )
-    total = _traced_sum(x, residual) if torch.compiler.is_compiling() else x + residual
+    total = _traced_sum(x, residual) if is_traced() else x + residual
     return _rms_norm("fused_add_rms_norm", total, weight, eps, variance_size), total
 
 
@@ -65,25 +66,15 @@ def _traced_sum(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     return (x.to(wide) + residual.to(wide)).to(dtype)
 
 
-@rms_norm.kernel("torch", device_types=("cuda",))
-def _torch_rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, variance_size: int | None = None
-) -> torch.Tensor:
-    """Torch's own: one kernel where the native body is seven. Rounds once, behind the weight."""
-    if variance_size is not None or weight.shape != x.shape[-1:] or x.dim() == 0:  # a formula it has not, an error
-        return rms_norm.native(x, weight, eps, variance_size)
-    return F.rms_norm(x, x.shape[-1:], weight, eps)
+def _fits(x: torch.Tensor, weight: torch.Tensor, variance_size: int | None) -> bool:
+    is_norm = x.dim() > 0 and weight.shape == x.shape[-1:] and weight.dtype == x.dtype
+    return is_norm and (variance_size is None or 1 <= variance_size <= x.shape[-1])
 
 
-@fused_add_rms_norm.kernel("torch", device_types=("cuda",))
-def _torch_fused_add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, variance_size: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A sum, and torch's own norm."""
-    if variance_size is not None or weight.shape != x.shape[-1:] or x.shape != residual.shape or x.dim() == 0:
-        return fused_add_rms_norm.native(x, residual, weight, eps, variance_size)
-    total = x + residual
-    return F.rms_norm(total, total.shape[-1:], weight, eps), total
+def _fits_packages(x: torch.Tensor, weight: torch.Tensor, variance_size: int | None) -> bool:
+    """Whether the kernels of packages, which move 16 bytes at once, have this formula. Asked in traces too."""
+    is_plain = variance_size is None and x.dtype in sgl_kernel.DTYPES
+    return is_plain and _fits(x, weight, None) and x.shape[-1] % 8 == 0
 
 
 def _fake_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, variance_size: int | None = None) -> torch.Tensor:
@@ -95,6 +86,7 @@ def _fake_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, variance_s
     device_types=("cuda",),
     available=needs("triton", "triton"),
     dtypes=_TRITON_DTYPES,
+    beats_inductor=True,
     why="one kernel, whatever the strides of the rows",
 )
 @opaque("triton_rms_norm", fake=_fake_rms_norm)
@@ -111,6 +103,50 @@ def _triton_rms_norm(
     return rms_norm.native(x, weight, eps, variance_size).contiguous()
 
 
+@rms_norm.kernel(
+    "sgl_kernel",
+    device_types=("cuda",),
+    available=sgl_kernel.available,
+    dtypes=sgl_kernel.DTYPES,
+    min_capability=sgl_kernel.MIN_CAPABILITY,
+    operators=(sgl_kernel.rms_norm,),
+)
+def _sgl_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, variance_size: int | None = None) -> torch.Tensor:
+    """The native body where `_fits_packages` says no, as with a `variance_size`. Rounds once, behind the weight."""
+    if not _fits_packages(x, weight, variance_size):
+        return rms_norm.native(x, weight, eps, variance_size)
+    result: torch.Tensor = sgl_kernel.rms_norm(x, weight, eps)
+    return result
+
+
+@rms_norm.kernel(
+    "flashinfer",
+    device_types=("cuda",),
+    available=flashinfer.available,
+    dtypes=flashinfer.DTYPES,
+    min_capability=flashinfer.MIN_CAPABILITY,
+    operators=(flashinfer.rms_norm,),
+)
+def _flashinfer_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, variance_size: int | None = None
+) -> torch.Tensor:
+    """As `_sgl_rms_norm`."""
+    if not _fits_packages(x, weight, variance_size):
+        return rms_norm.native(x, weight, eps, variance_size)
+    result: torch.Tensor = flashinfer.rms_norm(x, weight, eps)
+    return result
+
+
+@rms_norm.kernel("torch", device_types=("cuda",))
+def _torch_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, variance_size: int | None = None
+) -> torch.Tensor:
+    """Torch's own: one kernel where the native body is seven. Rounds once, behind the weight."""
+    if variance_size is not None or not _fits(x, weight, None):  # a formula or a dtype it has not, an error
+        return rms_norm.native(x, weight, eps, variance_size)
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
 def _fake_fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, variance_size: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,6 +159,7 @@ def _fake_fused_add_rms_norm(
     device_types=("cuda",),
     available=needs("triton", "triton"),
     dtypes=_TRITON_DTYPES,
+    beats_inductor=True,
     why="one kernel, whatever the strides of the rows",
 )
 @opaque("triton_fused_add_rms_norm", fake=_fake_fused_add_rms_norm)
@@ -140,30 +177,20 @@ def _triton_fused_add_rms_norm(
     return normed.contiguous(), total.contiguous()
 
 
-def _fits(x: torch.Tensor, weight: torch.Tensor, variance_size: int | None) -> bool:
-    is_norm = x.dim() > 0 and weight.shape == x.shape[-1:] and weight.dtype == x.dtype
-    return is_norm and (variance_size is None or 1 <= variance_size <= x.shape[-1])
-
-
-def _fits_packages(x: torch.Tensor, weight: torch.Tensor, variance_size: int | None) -> bool:
-    """Whether the kernels of packages, which move 16 bytes at once, have this formula. Asked in traces too."""
-    is_plain = variance_size is None and x.dtype in sgl_kernel.DTYPES
-    return is_plain and _fits(x, weight, None) and x.shape[-1] % 8 == 0
-
-
-@rms_norm.kernel(
-    "sgl_kernel",
-    device_types=("cuda",),
-    available=sgl_kernel.available,
-    dtypes=sgl_kernel.DTYPES,
-    min_capability=sgl_kernel.MIN_CAPABILITY,
-)
-def _sgl_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, variance_size: int | None = None) -> torch.Tensor:
-    """The native body where `_fits_packages` says no, as with a `variance_size`. Rounds once, behind the weight."""
-    if not _fits_packages(x, weight, variance_size):
-        return rms_norm.native(x, weight, eps, variance_size)
-    result: torch.Tensor = sgl_kernel.rms_norm(x, weight, eps)
-    return result
+@fused_add_rms_norm.kernel("torch", device_types=("cuda",))
+def _torch_fused_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, variance_size: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A sum, and torch's own norm."""
+    if (
+        variance_size is not None
+        or not _fits(x, weight, None)
+        or x.shape != residual.shape
+        or x.dtype != residual.dtype
+    ):
+        return fused_add_rms_norm.native(x, residual, weight, eps, variance_size)
+    total = x + residual
+    return F.rms_norm(total, total.shape[-1:], weight, eps), total
 
 
 @fused_add_rms_norm.kernel(
@@ -172,6 +199,7 @@ def _sgl_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, variance_si
     available=sgl_kernel.available,
     dtypes=sgl_kernel.DTYPES,
     min_capability=sgl_kernel.MIN_CAPABILITY,
+    operators=(sgl_kernel.fused_add_rms_norm,),
     why="writes into its arguments: copies of them, here",
 )
 def _sgl_fused_add_rms_norm(
@@ -184,29 +212,13 @@ def _sgl_fused_add_rms_norm(
     return results
 
 
-@rms_norm.kernel(
-    "flashinfer",
-    device_types=("cuda",),
-    available=flashinfer.available,
-    dtypes=flashinfer.DTYPES,
-    min_capability=flashinfer.MIN_CAPABILITY,
-)
-def _flashinfer_rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, variance_size: int | None = None
-) -> torch.Tensor:
-    """As `_sgl_rms_norm`."""
-    if not _fits_packages(x, weight, variance_size):
-        return rms_norm.native(x, weight, eps, variance_size)
-    result: torch.Tensor = flashinfer.rms_norm(x, weight, eps)
-    return result
-
-
 @fused_add_rms_norm.kernel(
     "flashinfer",
     device_types=("cuda",),
     available=flashinfer.available,
     dtypes=flashinfer.DTYPES,
     min_capability=flashinfer.MIN_CAPABILITY,
+    operators=(flashinfer.fused_add_rms_norm,),
     why="writes into its arguments: copies of them, here",
 )
 def _flashinfer_fused_add_rms_norm(
@@ -258,7 +270,7 @@ class RMSNorm(nn.Module):
 
 
 def _rms_norm(name: str, x: torch.Tensor, weight: torch.Tensor, eps: float, variance_size: int | None) -> torch.Tensor:
-    if not torch.compiler.is_compiling():
+    if not is_traced():
         if x.dim() == 0 or weight.shape != x.shape[-1:]:
             raise InputError(
                 f"{name}: expected x [..., size] and weight [size], got {list(x.shape)} and {list(weight.shape)}; "

@@ -22,7 +22,8 @@ def opaque(name: str, *, fake: Callable[..., Any]) -> Callable[[Callable[..., An
 
     The body returns new contiguous tensors and writes into none of its arguments. What it needs of a package it imports
     when it is called: the operator is there, and can be traced, where the package is not. Defined again by a reload, it
-    takes the place of the one before.
+    takes the place of the one before. A kernel that calls it says so (`operators=` of `FusedOp.kernel`), so that a
+    forward which is compiled whole can have the native body in its place.
 
     Args:
         fake: a function of the same arguments that returns empty tensors of the right shapes, dtypes and strides.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import InputError
-from .fused import fused_op
+from .fused import fused_op, is_traced
 from .norm import rms_norm
 from .opaque import like_two, opaque
 from .packages import needs
@@ -31,7 +31,7 @@ def rotary_embedding(
     Raises:
         InputError: shapes do not fit each other; checked by the native body, and not while it is traced.
     """
-    if not torch.compiler.is_compiling():
+    if not is_traced():
         _check_shapes("rotary_embedding", q, k, cos, sin)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
@@ -55,7 +55,7 @@ def qk_norm_rotary(
 
     The other arguments and the errors are those of `rms_norm` and `rotary_embedding`.
     """
-    if not torch.compiler.is_compiling():
+    if not is_traced():
         _check_shapes("qk_norm_rotary", q, k, cos, sin)
     return rotary_embedding.native(rms_norm.native(q, q_weight, eps), rms_norm.native(k, k_weight, eps), cos, sin)
 
@@ -65,6 +65,7 @@ def qk_norm_rotary(
     device_types=("cuda",),
     available=needs("triton", "triton"),
     dtypes=_TRITON_DTYPES,
+    beats_inductor=True,
     why="q and k in one kernel",
 )
 @opaque("triton_rotary_embedding", fake=like_two)
@@ -97,6 +98,7 @@ def _fake_qk_norm_rotary(
     device_types=("cuda",),
     available=needs("triton", "triton"),
     dtypes=_TRITON_DTYPES,
+    beats_inductor=True,
     why="norms and rotation of q and k in one kernel",
 )
 @opaque("triton_qk_norm_rotary", fake=_fake_qk_norm_rotary)

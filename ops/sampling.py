@@ -16,7 +16,7 @@ from .opaque import opaque
 from .packages import needs
 
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of logits that the Triton kernel takes."""
+"""Of logits that the Triton kernels take."""
 
 
 @fused_op("sample", fuses=False)
@@ -108,10 +108,14 @@ def _triton_sample(
 ) -> torch.Tensor:
     """The operator `piecework::triton_sample`; for dtypes that it does not know, the native body.
 
-    The native body too while the kernel is being compiled and nobody is to wait for that (`defer_compiles`).
+    The native body too while the kernels are being compiled and nobody is to wait for that (`defer_compiles`).
 
-    Weights are float32 and sums float64, where the native body has float64 for both: another token may come out where
-    a number is within 1e-5 of the place at which one token ends and the next one begins (also: where `top_p` is).
+    Weights and sums of up to a few thousand tokens are float32, where the native body has float64: another token may
+    come out where a number is within 1e-5 of the place at which one token ends and the next one begins (also: where
+    `top_p` is). Each weight is right to 3e-6, which is what the float32 exponents of tokens leave that are up to 12
+    temperatures below the largest one (lower ones weigh too little to add to that), and each sum to 2e-6, which is
+    that many roundings in a tree. Tokens 32 temperatures below the largest one are never drawn: together they weigh
+    less than 1e-7 of it.
     """
     if logits.dtype not in TRITON_DTYPES:
         return sample.native(logits, uniform, temperature, top_k, top_p)

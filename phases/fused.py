@@ -31,18 +31,22 @@ class Preference(str, Enum):
 
 
 def preference(
-    fused_ops: Sequence[str], name: str, compiler: Compiler, *, fuses: bool = True
+    fused_ops: Sequence[str], name: str, compiler: Compiler, *, fuses: bool = True, beats_inductor: bool = False
 ) -> tuple[Preference, str]:
     """What the op `name` should run under a list that `check_fused_ops` has passed, and the reason in words.
 
-    `fuses`: whether a compiler can fuse its native body; where it cannot, a compiler that fuses changes nothing.
+    Args:
+        fuses: whether a compiler can fuse its native body; where it cannot, a compiler that fuses changes nothing.
+        beats_inductor: whether the kernel that would run was measured to be faster than what Inductor makes of that.
     """
     if not fused_ops:
         if compiler is not Compiler.INDUCTOR:
             return Preference.KERNEL, f"{compiler} does not fuse"
-        if fuses:
-            return Preference.NATIVE, "inductor fuses the native body"
-        return Preference.KERNEL, "inductor does not fuse the native body"
+        if not fuses:
+            return Preference.KERNEL, "inductor does not fuse the native body"
+        if beats_inductor:
+            return Preference.KERNEL, "measured faster than what inductor makes of the native body"
+        return Preference.NATIVE, "inductor fuses the native body"
     if f"+{name}" in fused_ops:
         return Preference.REQUIRED, f"fused_ops has +{name}"
     if f"-{name}" in fused_ops:

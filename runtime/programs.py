@@ -27,7 +27,7 @@ from ..graphs.stitched import PiecewiseGraph
 from ..graphs.trace import OutputRef, trace
 from ..graphs.whole import whole_graph
 from ..ops import registry
-from ..ops.fused import tracing_with, use_choice
+from ..ops.fused import native_bodies, tracing_with, use_choice
 from ..ops.fused_choice import Choice as FusedChoice
 from ..phases import Compiler
 from .events import Recorder
@@ -313,10 +313,13 @@ class ProgramFamily:
     def whole(self, bucket: int, sizes: Mapping[str, int], recorder: Recorder, builder: Builder = HERE) -> Program:
         """The program of the whole forward for exactly `bucket` tokens, compiled now if there is none.
 
+        Where the graph has kernels for which the operator did not ask, it has their native bodies.
+
         Raises: TraceError; CompileError; InputError: see `choose`.
         """
         if bucket not in self._whole:
-            graph = whole_graph(self._graph_at({**sizes, TOKENS: bucket}, recorder, builder), bucket)
+            cut = self._graph_at({**sizes, TOKENS: bucket}, recorder, builder)
+            graph = whole_graph(cut, bucket, native_bodies(self.fused.native_in_whole))
             builder.precompile_whole(self, graph, bucket, self._whole_options, recorder)
             program = graph.compile_whole(bucket, self.compiled, recorder, self._whole_options)
             builder.call_first(self, program, recorder)

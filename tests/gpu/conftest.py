@@ -18,6 +18,12 @@ import torch
 import piecework as pw
 from piecework.graphs.cuda_pool import CaptureStream
 
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Where pytest-xdist is not installed too; groups stay together under --dist loadgroup.
+    config.addinivalue_line("markers", "xdist_group(name): tests that one worker is to run")
+
+
 ON_TAPE = os.environ.get("PIECEWORK_GPU_TESTS_ON") == "tape"
 DEVICE = "cpu" if ON_TAPE else "cuda"
 CAPTURE_DEVICE = "tape" if ON_TAPE else "cuda"

@@ -104,6 +104,26 @@ def test_tokens_equal_those_of_the_cpu_whoever_attends(
     check_twice(gpu, backend, "eager", expected)
 
 
+@pytest.mark.parametrize("attends", ["triton", "torch"])
+@pytest.mark.parametrize("kernels", ["native", "torch", "triton"])
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_tokens_equal_those_of_the_cpu_with_every_combination_of_implementations(
+    gpu: Any, compiler: str, kernels: str, attends: str, expected: Expected
+) -> None:
+    """In float32, which the kernels of packages do not serve; those are compared in bf16 elsewhere."""
+    if gpu.on_tape and (compiler == "inductor" or "triton" in (kernels, attends) or kernels == "torch"):
+        pytest.skip("runs on a GPU")
+    chosen = dataclasses.replace(
+        gpu.config("tc_piecewise", compiler, prefill=(8, 64), decode=(1, 4)),
+        kernel_backend=kernels,
+        attention_backend=attends,
+    )
+    with LLMEngine(None, chosen, device=gpu.device) as engine:
+        check(engine, expected)
+        check(engine, expected)
+        assert not engine.runtime.counters["fallbacks"]
+
+
 def test_an_exported_program_is_bound_to_another_engine(gpu: Any) -> None:
     compiled = config(gpu, "disabled", "aot_eager")
     with LLMEngine(None, compiled, device=gpu.device) as engine:

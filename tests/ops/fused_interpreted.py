@@ -282,7 +282,7 @@ def jit(monkeypatch: pytest.MonkeyPatch) -> Jit:
     monkeypatch.setattr(operators, "launch_on", lambda kernel, tensor: torch.inference_mode())
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    monkeypatch.setattr(norm, "_LAUNCHER", operators.Launcher(jit))
+    monkeypatch.setattr(norm, "_LAUNCHER", operators.Launcher(jit, overlaps=True))
     return jit
 
 

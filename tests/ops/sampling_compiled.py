@@ -1,4 +1,4 @@
-"""What Triton compiles of the kernel that draws tokens for a GPU, found out without one: nothing is launched.
+"""What Triton compiles of the kernels that draw tokens for a GPU, found out without one: nothing is launched.
 
 Not collected by its name: `test_sampling.py` runs it in a process of its own, in which Triton takes an H100 or H200 for
 its device.
@@ -14,6 +14,8 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
+from piecework.errors import KernelNotReadyError
+from piecework.ops.capturing import capturing_whole
 from piecework.ops.deferred import defer_compiles
 from piecework.ops.sampling import sample
 from piecework.ops.triton import launch, sampling
@@ -34,34 +36,45 @@ class Hopper:
         return 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("vocab_size", [128256, 151669])
-def test_it_compiles_and_reads_ahead_in_whole_vectors(dtype: torch.dtype, vocab_size: int) -> None:
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launchers that know no kernel yet, on a GPU that only compiles."""
     driver.set_active(Hopper())  # for the rest of this process: there may be no driver to go back to
-    column = torch.empty(2, dtype=torch.float64)
-    out = torch.empty(2, dtype=torch.int64)
-    stride = -(-vocab_size // 16) * 16
-    arguments = (torch.empty(2, stride, dtype=dtype), column, column, column, column, out, vocab_size, stride)
-    options = {"block": sampling._BLOCK, "stages": sampling._STAGES, "num_warps": sampling._WARPS}
-    compiled = sampling.draw_rows.warmup(*arguments, grid=(2, 1, 1), **options)
-    assert len(compiled.asm["cubin"]) > 1000
-    assert compiled.metadata.shared <= 227 * 1024
-    copied = re.findall(r"cp\.async\.c[ag]\.shared\.global \[.*?\], \[.*?\], (0x[0-9a-f]+)", compiled.asm["ptx"])
-    if vocab_size % 16:  # masked element by element
-        assert "ld.global" in compiled.asm["ptx"] or copied
-    else:
-        assert {int(size, 0) for size in copied} == {16}
+    monkeypatch.setattr(launch, "check_device", lambda kernel, tensor: None)
+    for launcher in LAUNCHERS:
+        monkeypatch.setattr(launcher, "_ways", {})
 
 
-def test_a_step_that_waits_for_nothing_draws_without_the_kernel_until_it_is_there(
+LAUNCHERS = (sampling._PEAKS, sampling._TALLY, sampling._GATHER, sampling._PICK)
+NAMES = ["draw_rows_peaks", "draw_rows_tally", "draw_rows_gather", "draw_rows_pick"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("vocab_size", [1, 128256, 151669])
+def test_they_compile_and_read_in_whole_vectors(dtype: torch.dtype, vocab_size: int) -> None:
+    logits = torch.empty(2, -(-vocab_size // 16) * 16, dtype=dtype)[:, :vocab_size]
+    row_columns = [torch.empty(2, dtype=torch.float64)] * 4
+    for step in sampling._steps(logits, row_columns, torch.empty(2, dtype=torch.int64)):
+        kernel = step.launcher.kernel
+        arguments = (*step.tensors, 2, vocab_size, logits.stride(0), *step.constants)
+        compiled = kernel.warmup(*arguments, grid=(2, 1, 1), num_warps=step.num_warps)
+        assert len(compiled.asm["cubin"]) > 1000
+        assert compiled.metadata.shared <= 227 * 1024
+        if vocab_size % 16 == 0 and kernel is not sampling._PICK.kernel:  # else masked element by element
+            assert re.search(r"ld\.global\.(L1::evict_\w+\.)?v[48]\.b(16|32)", compiled.asm["ptx"])
+
+
+def test_a_step_that_waits_for_nothing_draws_without_the_kernels_until_all_are_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever the number of rows, and wherever the columns begin: one compile serves them all."""
-    driver.set_active(Hopper())
-    monkeypatch.setattr(launch, "check_device", lambda kernel, tensor: None)
-    monkeypatch.setattr(sampling, "_COMPILED", set())
-    launched: list[int] = []
-    monkeypatch.setattr(launch.Call, "launch", lambda call: launched.append(len(call.arguments[0])))
+    """Whatever the number of rows: one compile of each serves them all."""
+    launched: list[tuple[str, int]] = []
+
+    def note(call: launch.Call) -> object:
+        launched.append((call.kernel.fn.__name__, call.grid[0]))
+        return object()
+
+    monkeypatch.setattr(launch.Call, "launch", note)
     compiled: list[str] = []
     warmup = JITFunction.warmup
 
@@ -79,20 +92,29 @@ def test_a_step_that_waits_for_nothing_draws_without_the_kernel_until_it_is_ther
         for num_rows in (5, 4, 3):
             arguments = (logits[:num_rows], *(column[-num_rows:] for column in rows))
             assert torch.equal(kernel.body(*arguments), sample.native(*arguments))
-    assert (launched, compiled, len(submitted)) == ([], [], 1)
-    for compile_it in submitted.values():
+    assert (launched, compiled, len(submitted)) == ([], [], 4)
+    with (
+        capturing_whole(),
+        defer_compiles(submitted.setdefault),
+        pytest.raises(KernelNotReadyError, match="draw_rows_peaks: expected this Triton kernel to be compiled before"),
+    ):
+        kernel.body(*arguments)  # for ever, its replays would sort
+    *others, last = submitted.values()
+    for compile_it in others:
         compile_it()
-    assert compiled == ["draw_rows"]
     with defer_compiles(submitted.setdefault):
+        assert torch.equal(kernel.body(*arguments), sample.native(*arguments))
+    assert [(name, num_programs) for name, num_programs in launched if num_programs] == []
+    last()
+    assert compiled == NAMES
+    launched.clear()
+    with capturing_whole(), defer_compiles(submitted.setdefault):
         kernel.body(logits[:2], *(column[:2] for column in rows))
-    assert (launched, len(submitted)) == ([2], 1)
+    assert [one for one in launched if one[1]] == [(name, 2) for name in NAMES]
+    assert len(submitted) == 4
 
 
 def test_a_compile_that_failed_is_made_again_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver.set_active(Hopper())
-    monkeypatch.setattr(launch, "check_device", lambda kernel, tensor: None)
-    monkeypatch.setattr(sampling, "_COMPILED", set())
-
     def broken(call: launch.Call) -> None:
         raise RuntimeError("ptxas")
 
@@ -102,8 +124,8 @@ def test_a_compile_that_failed_is_made_again_where_it_is_needed(monkeypatch: pyt
     arguments = (torch.randn(2, 64), *columns(*[(0.5, 1.0, 3, 0.9)] * 2))
     with defer_compiles(submitted.setdefault):
         sampling.sample_rows(*arguments)
-        [compile_it] = submitted.values()
-        with pytest.raises(RuntimeError, match="ptxas"):
-            compile_it()
+        for compile_it in submitted.values():
+            with pytest.raises(RuntimeError, match="ptxas"):
+                compile_it()
         with pytest.raises(RuntimeError, match="ptxas"):
             sampling.sample_rows(*arguments)

@@ -1,4 +1,4 @@
-"""The Triton kernel that draws tokens under Triton's interpreter, on the CPU.
+"""The Triton kernels that draw tokens under Triton's interpreter, on the CPU.
 
 Not collected by its name: `test_sampling.py` runs it in a process of its own, since Triton decides when it is imported
 whether it interprets. By hand: `TRITON_INTERPRET=1 pytest tests/ops/sampling_interpreted.py`.
@@ -26,17 +26,69 @@ draw = torch.ops.piecework.triton_sample.default
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a short row takes several."""
-    monkeypatch.setattr(sampling, "_BLOCK", 64)
+    monkeypatch.setattr(sampling, "_CHUNK", 64)
+    monkeypatch.setattr(sampling, "_SEARCH_BLOCK", 32)
 
 
 def test_this_is_the_interpreter() -> None:
-    assert not isinstance(sampling.draw_rows, triton.runtime.JITFunction)
+    assert not isinstance(sampling.draw_rows_pick, triton.runtime.JITFunction)
 
 
 @given(drawings())
 @settings(max_examples=30, deadline=None)
 def test_draws_what_is_at_the_number(arguments: Columns) -> None:
     check(draw(*arguments), arguments)
+
+
+@given(drawings())
+@settings(max_examples=12, deadline=None)
+def test_candidates_that_do_not_fit_are_searched_among_all_logits(arguments: Columns) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "_CAPACITY", 0)
+        check(draw(*arguments), arguments)
+
+
+@pytest.mark.parametrize("capacity", [299, 300])
+def test_ties_that_just_do_not_fit(capacity: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "_CAPACITY", capacity)
+    logits = torch.full((6, 300), 2.5)
+    rows = [((place + 0.5) / 300, 0.7, 0, 1.0) for place in (0, 1, 63, 64, 255, 299)]
+    assert draw(logits, *columns(*rows)).tolist() == [0, 1, 63, 64, 255, 299]
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 63, 64, 65, 129])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_edges_of_every_limit(vocab_size: int, dtype: torch.dtype) -> None:
+    """All of the vocabulary, one token, next to no share, and numbers at both ends."""
+    limits = [
+        (number, heat, top_k, top_p)
+        for number in (0.0, 0.5, 1 - 2**-53)
+        for heat in (1e-5, 1.0, 50.0)
+        for top_k, top_p in ((vocab_size, 1.0), (vocab_size + 1, 0.7), (1, 1.0), (0, 1e-12), (2, 1 - 2**-53))
+    ]
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = (torch.randn(len(limits), vocab_size, generator=generator) * 2).to(dtype)
+    check(draw(logits, *columns(*limits)), (logits, *columns(*limits)))
+
+
+def test_one_finite_logit_is_drawn_whatever_the_limits() -> None:
+    logits = torch.full((8, 200), -torch.inf)
+    logits[:, 131] = -1e30
+    rows = [(number, heat, top_k, 0.9) for number in (0.0, 1 - 2**-53) for heat in (0.0, 1.0) for top_k in (0, 7)]
+    assert draw(logits, *columns(*rows)).tolist() == [131] * 8
+
+
+# numpy's; on a GPU too it is -inf, which weighs nothing.
+@pytest.mark.filterwarnings("ignore:overflow encountered in (subtract|multiply):RuntimeWarning")
+def test_logits_of_both_ends_of_float32() -> None:
+    logits = torch.tensor([[-3e38, 3e38, 0.0, 3e38]]).expand(3, -1)
+    assert draw(logits, *columns((0.4, 1.0, 0, 1.0), (0.6, 1e300, 0, 1.0), (0.999, 0.1, 0, 1.0))).tolist() == [1, 3, 3]
+
+
+def test_what_top_k_leaves_out_is_never_drawn_below_the_window() -> None:
+    """The third of the largest ones is far more than a window below the peak."""
+    logits = torch.tensor([[0.0, 90.0, -50.0, 89.0, 10.0]]).expand(2, -1)
+    assert draw(logits, *columns((1 - 2**-53, 1.0, 3, 1.0), (0.0, 1.0, 3, 1.0))).tolist() == [3, 1]
 
 
 def test_another_token_than_the_native_ones_is_rare() -> None:
@@ -51,7 +103,8 @@ def test_another_token_than_the_native_ones_is_rare() -> None:
 
 
 def test_a_vocabulary_of_real_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "_BLOCK", 16384)
+    monkeypatch.setattr(sampling, "_CHUNK", 4096)
+    monkeypatch.setattr(sampling, "_SEARCH_BLOCK", 2048)
     logits = torch.randn(2, 128256, generator=torch.Generator().manual_seed(1)) * 2
     logits[1] = logits[1].bfloat16()  # hundreds of each value
     arguments = (logits, *columns((0.37, 1.0, 0, 1.0), (0.81, 1.0, 1000, 0.8)))

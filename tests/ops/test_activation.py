@@ -9,6 +9,7 @@ import torch
 
 from piecework.errors import InputError
 from piecework.ops.activation import silu_and_mul
+from piecework.ops.fused_choice import choose
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -61,3 +62,13 @@ def test_an_odd_last_dim(shape: tuple[int, ...]) -> None:
         f"silu_and_mul: expected [..., 2 * d], gate and up behind each other, got {list(shape)}; "
         f"concatenate the two along the last dim"
     )
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("name", ["silu_and_mul"])
+def test_on_cuda_tritons_kernel_under_every_compiler(compiler: str, name: str) -> None:
+    """What was measured on an H200."""
+    for dtype in (None, *DTYPES):
+        assert choose((), compiler=compiler, device_type="cuda", dtype=dtype).runs[name] == "triton"
+    assert choose((), compiler=compiler, device_type="cpu").runs[name] == "native"
+    assert choose(("none",), compiler=compiler, device_type="cuda").runs[name] == "native"

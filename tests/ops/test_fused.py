@@ -19,7 +19,15 @@ import torch
 
 from piecework.errors import ConfigError, NotAvailableError, RegistrationError
 from piecework.ops import fused
-from piecework.ops.fused import fused_op, fused_ops, tracing_with, use_choice
+from piecework.ops.fused import (
+    expanding,
+    fused_op,
+    fused_ops,
+    is_traced,
+    native_bodies,
+    tracing_with,
+    use_choice,
+)
 from piecework.ops.fused_choice import Choice, choose
 
 HERE = re.escape(__file__)
@@ -253,6 +261,64 @@ def test_a_bad_registration(register: Callable[[], object], text: str) -> None:
         register()
     assert re.match(f"{HERE}:\\d+: ", str(caught.value))
     assert text in str(caught.value)
+
+
+# What a trace holds in a native body's place.
+
+
+@torch.library.custom_op("piecework_fused_tests::shorter", mutates_args=())
+def shorter(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 + 1
+
+
+@shorter.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_kernels_know_the_operators_that_a_trace_of_them_holds() -> None:
+    op = toy()
+    ten, hundred = torch.ops.piecework_fused_tests.plus_ten.default, plus_hundred._opoverload
+    assert [kernel.operators for kernel in op.kernels] == [(ten,), (hundred,)]
+
+    def calls(x: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
+        result: torch.Tensor = shorter(x) if scale == 2 else plus_ten(x, scale)
+        return result
+
+    op.kernel("calls", device_types=("cpu",), operators=(shorter, torch.ops.piecework_fused_tests.plus_ten))(calls)
+    op.kernel("silent", device_types=("cpu",))(lambda x, scale=2.0: x)
+    assert [kernel.operators for kernel in op.kernels[2:]] == [(shorter._opoverload, ten), ()]
+    assert native_bodies(["toy"]) == dict.fromkeys((ten, hundred, shorter._opoverload), native_body)
+    assert native_bodies([]) == native_bodies(["another"]) == {}
+    for wrong in ((native_body,), [plus_ten], plus_ten):
+        with pytest.raises(
+            RegistrationError, match=f"{HERE}:.*kernel k of toy: operators: expected a tuple of torch op"
+        ):
+            op.kernel("k", device_types=("cpu",), operators=wrong)(calls)
+
+
+def test_our_kernels_of_packages_and_triton_know_theirs() -> None:
+    """So that a whole forward can do without them; torch's own are nothing that a trace could tell from the model's."""
+    for op in fused_ops():
+        for kernel in op.kernels:
+            if op.name != "sample":  # what is sampled is no part of a forward
+                names = [operator._schema.name for operator in kernel.operators]
+                assert len(names) == (kernel.name != "torch"), (op.name, kernel.name)
+                assert all(name.startswith("piecework::") for name in names)
+
+
+def test_a_native_body_knows_that_it_is_traced_in_this_thread_alone() -> None:
+    assert not is_traced()
+    seen: list[bool] = []
+    with expanding():
+        thread = threading.Thread(target=lambda: seen.append(is_traced()))
+        thread.start()
+        thread.join(60)
+        assert is_traced()
+    assert seen == [False]
+    assert not is_traced()
+    told = torch.compile(lambda x: x + (10 if is_traced() else 0), backend="eager", fullgraph=True)
+    assert told(torch.zeros(1)).item() == 10
 
 
 # The choice.

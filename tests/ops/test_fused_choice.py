@@ -127,6 +127,90 @@ def test_inductor_says_that_it_does_not_fuse_it() -> None:
     assert chosen("toy", compiler="inductor").reason == "inductor fuses the native body"
 
 
+# A kernel that was measured to be faster than what inductor makes of the native body.
+
+
+def quick() -> FusedOp[Any, Any]:
+    """An op with one, and one behind it of which nothing was measured."""
+    made = fused_op("quick")(same)
+    made.kernel("triton", device_types=("cuda",), dtypes=(torch.bfloat16,), beats_inductor=True)(same)
+    made.kernel("torch", device_types=("cuda",))(same)
+    return made
+
+
+def test_what_was_measured_to_be_faster_is_the_default_under_inductor() -> None:
+    assert [kernel.beats_inductor for kernel in quick().kernels] == [True, False]
+    bf16 = {"compiler": "inductor", "dtype": torch.bfloat16}
+    fast = chosen("quick", **bf16)
+    assert (fast.runs, fast.by_default, fast.is_asked) == ("triton", True, False)
+    assert fast.reason == "measured faster than what inductor makes of the native body"
+    assert chosen("quick", dtype=torch.bfloat16).reason == "eager does not fuse"
+    assert chosen("toy", **bf16).runs == "native", "as before"
+    # Nothing was measured of the first that can serve.
+    slow = chosen("quick", compiler="inductor", dtype=torch.float32)
+    assert (slow.runs, slow.by_default, slow.reason) == ("native", True, "inductor fuses the native body")
+    assert chosen("quick", dtype=torch.float32).runs == "torch"
+    cpu = chosen("quick", compiler="inductor", device_type="cpu")
+    assert (cpu.runs, cpu.by_default, cpu.reason) == ("native", True, "inductor fuses the native body")
+
+
+def test_one_that_goes_behind_another_that_can_serve_is_no_default_under_inductor() -> None:
+    made = fused_op("quick")(same)
+    made.kernel("torch", device_types=("cuda",), dtypes=(torch.float32,))(same)
+    made.kernel("triton", device_types=("cuda",), beats_inductor=True)(same)
+    assert chosen("quick", compiler="inductor").runs == "native"
+    assert chosen("quick", compiler="inductor", dtype=torch.float32).runs == "native"
+    assert chosen("quick", compiler="inductor", dtype=torch.bfloat16).runs == "triton"
+
+
+@pytest.mark.parametrize(
+    ("items", "backend", "runs", "reason", "by_default"),
+    [
+        (("none",), "auto", "native", "fused_ops has none", False),
+        (("all", "-quick"), "auto", "native", "fused_ops has -quick", False),
+        (("all",), "auto", "triton", "fused_ops has all", True),
+        (("none", "+quick"), "auto", "triton", "fused_ops has +quick", False),
+        ((), "native", "native", "kernel_backend is native", False),
+        ((), "torch", "torch", "kernel_backend is torch", False),
+        ((), "triton", "triton", "kernel_backend is triton", True),
+    ],
+)
+def test_the_operator_overrides_what_was_measured(
+    items: tuple[str, ...], backend: str, runs: str, reason: str, by_default: bool
+) -> None:
+    quick()
+    got = chosen("quick", *items, compiler="inductor", kernel_backend=backend)
+    assert (got.runs, got.reason, got.by_default, got.is_asked) == (runs, reason, by_default, True)
+
+
+def test_a_backend_that_it_has_not_leaves_it_as_it_was_measured() -> None:
+    quick()
+    got = chosen("quick", compiler="inductor", device_type="cuda", kernel_backend="triton", dtype=torch.bfloat16)
+    assert (got.runs, got.is_asked) == ("triton", True)
+    fused_op("another")(same).kernel("mine", device_types=("cuda",))(same)
+    got = chosen("quick", compiler="inductor", kernel_backend="mine")
+    told = "measured faster than what inductor makes of the native body (kernel_backend: it has no mine kernel)"
+    assert (got.runs, got.reason, got.is_asked) == ("triton", told, False)
+
+
+# A forward that is compiled whole.
+
+
+def test_a_whole_forward_has_the_native_bodies_where_nobody_asked_for_a_kernel() -> None:
+    quick()
+
+    def native(*items: str, **more: Any) -> tuple[str, ...]:
+        return choice(*items, compiler="inductor", **more).native_in_whole
+
+    assert native() == ("product", "quick")
+    assert native("none") == native("all") == ()
+    assert native("none", "+quick") == native("all", "-quick") == ()
+    assert native(kernel_backend="triton") == native(kernel_backend="native") == ()
+    assert native(kernel_backend="torch") == ("product",), "it has no such kernel"
+    assert native(device_type="cpu") == ()
+    assert native(dtype=torch.float32) == ("product",)
+
+
 # kernel_backend.
 
 

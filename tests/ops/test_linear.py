@@ -119,7 +119,7 @@ def test_what_no_kernel_takes() -> None:
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_what_runs_on_cuda(compiler: str, name: str, backend: str) -> None:
-    """Triton's, under a compiler that fuses where it is asked for: it is not measured yet what that gains."""
+    """Triton's `linear` under every compiler; the fused one under one that fuses where it is asked for alone."""
 
     def runs(device_type: str, dtype: torch.dtype | None = None, capability: tuple[int, int] | None = None) -> str:
         asked = backend if device_type == "cuda" and dtype is not torch.float32 and capability != (7, 5) else "auto"
@@ -127,7 +127,7 @@ def test_what_runs_on_cuda(compiler: str, name: str, backend: str) -> None:
         return choose((), compiler=compiler, **more).runs[name]
 
     assert runs("cpu") == "native"
-    if compiler == "inductor" and backend == "auto":
+    if name == "silu_and_mul_linear" and compiler == "inductor" and backend == "auto":
         assert runs("cuda", torch.bfloat16, (9, 0)) == "native"
         return
     assert runs("cuda") == runs("cuda", torch.bfloat16, (9, 0)) == runs("cuda", torch.float16) == "triton"

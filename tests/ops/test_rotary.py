@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from piecework.errors import InputError
+from piecework.ops.fused_choice import choose
 from piecework.ops.norm import rms_norm
 from piecework.ops.rotary import qk_norm_rotary, rotary_embedding
 
@@ -163,3 +164,13 @@ def test_norms_of_heads_that_do_not_fit() -> None:
         qk_norm_rotary(Q[0], K, C[0], C[0], C, C, 1e-5)
     with pytest.raises(InputError, match="rms_norm: expected x"):
         qk_norm_rotary(Q, K, torch.ones(7), torch.ones(8), C, C, 1e-5)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("name", ["rotary_embedding", "qk_norm_rotary"])
+def test_on_cuda_tritons_kernel_under_every_compiler(compiler: str, name: str) -> None:
+    """What was measured on an H200."""
+    for dtype in (None, *DTYPES):
+        assert choose((), compiler=compiler, device_type="cuda", dtype=dtype).runs[name] == "triton"
+    assert choose((), compiler=compiler, device_type="cpu").runs[name] == "native"
+    assert choose(("none",), compiler=compiler, device_type="cuda").runs[name] == "native"

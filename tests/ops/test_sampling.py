@@ -27,16 +27,16 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Triton 
 
 @linux
 @pytest.mark.slow
-def test_the_kernel_under_the_interpreter() -> None:
-    run_tests("sampling_interpreted.py", at_least=15, TRITON_INTERPRET="1")
+def test_the_kernels_under_the_interpreter() -> None:
+    run_tests("sampling_interpreted.py", at_least=30, TRITON_INTERPRET="1")
 
 
 @linux
 @pytest.mark.slow
-def test_the_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
+def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     # Without the last one Triton 3.9 warns that it is not set.
     environment = {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
-    run_tests("sampling_compiled.py", at_least=8, **environment)
+    run_tests("sampling_compiled.py", at_least=11, **environment)
 
 
 @given(drawings())

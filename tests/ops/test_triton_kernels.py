@@ -64,7 +64,8 @@ def test_their_benchmark_runs_under_the_interpreter(option: tuple[str, ...], tmp
     else:
         assert [row["new"] for row in result["rows"]] == [20, 1]
         for row in result["rows"]:
-            assert row["relative_error"] < 1e-5
+            assert row["ways"]["triton"]["relative_error"] < 1e-5
+            assert row["ways"]["flashinfer"] == {"passed_over": "runs on cuda, not on cpu"}
             assert row["us"] > row["store_us"] > 0
             assert row["speed_to_sdpa"] > 0
 

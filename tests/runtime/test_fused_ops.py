@@ -119,6 +119,14 @@ def test_by_default_inductor_gets_the_native_body_and_a_list_overrides() -> None
     assert offset(runtime("all", compiler="inductor").run("decode", {"x": X})) == 10
 
 
+def test_what_was_measured_to_be_faster_runs_under_inductor() -> None:
+    rms_norm._kernels["ten"] = dataclasses.replace(rms_norm._kernels["ten"], beats_inductor=True)
+    one = runtime(compiler="inductor")
+    assert offset(one.run("decode", {"x": X})) == 10
+    assert "fused op" not in str(one.explain()), "it is the default"
+    assert offset(runtime("none", compiler="inductor").run("decode", {"x": X})) == 0
+
+
 @pytest.mark.parametrize("compiler", ["aot_eager", "eager"])
 def test_a_choice_is_taken_when_the_runtime_is_made(compiler: str) -> None:
     OFF.append("the driver is too old")
@@ -419,22 +427,25 @@ def test_the_listing_says_what_kernels_support() -> None:
         dtypes=(torch.bfloat16, torch.float16),
         min_capability=(9, 0),
         captures=False,
+        beats_inductor=True,
         why="is small",
     )(plus_ten)
     op = listed(pw.GraphConfig(), dtype=torch.float32)
     row = op["implementations"][-1]
-    assert {key: row[key] for key in ("name", "dtypes", "min_capability", "captures", "why", "rejected")} == {
+    keys = ("name", "dtypes", "min_capability", "captures", "beats_inductor", "why", "rejected")
+    assert {key: row[key] for key in keys} == {
         "name": "limited",
         "dtypes": ["bfloat16", "float16"],
         "min_capability": [9, 0],
         "captures": False,
+        "beats_inductor": True,
         "why": "is small",
         "rejected": "serves bfloat16, float16, not float32",
     }
     lines = fused_op_text(op).splitlines()
     assert [line.split() for line in lines if "limited" in line] == [
         "limited cpu bfloat16, float16 9.0 or higher no serves bfloat16, float16, not float32".split(),
-        "limited: is small".split(),
+        "limited: is small; measured faster than what inductor makes of the native body".split(),
     ]
     assert lines[1].endswith("decision")  # the phases agree
     decided = {row["name"]: row["decision"]["decode"] for row in op["implementations"]}
