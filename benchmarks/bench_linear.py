@@ -5,7 +5,8 @@
 bf16, random data (never zeros). A time is a call's: a CUDA graph of calls on a ring of weights that is together larger
 than the L2 cache, so that each call reads its weights from memory; medians of replays. `of copy` is the share of a
 copy's bandwidth that reading the weights once reaches. A GPU without `--tune` measures what ops/triton/linear_table.py
-picks; with it, sizes are tried at each shape and number of rows, and the best are printed as rows of its MEASURED.
+picks; with it, sizes are tried at each shape and number of rows, and the best are printed, or None where torch's own
+linear is as good.
 On the CPU (--device cpu, TRITON_INTERPRET=1) it only shows that everything runs: a tiny shape, times mean nothing.
 """
 
@@ -26,7 +27,7 @@ from timing import Clock, copy_bandwidth
 from torch.nn import functional as F
 
 from piecework.ops.triton.linear_plan import multiply
-from piecework.ops.triton.linear_table import MAX_LOOPED_ROWS, MAX_SPLIT_BLOCKS, ROW_CLASSES, LinearTuning, pick_tuning
+from piecework.ops.triton.linear_table import MAX_LOOPED_ROWS, MAX_SPLIT_BLOCKS, LinearTuning, pick_tuning
 
 COLD_BYTES = 400 << 20
 """Of the ring of weights: several times the L2 cache of an H200, for it keeps what it likes."""
@@ -39,6 +40,7 @@ LLAMA = {
 }
 """Name -> out_features, in_features."""
 TINY = {"tiny": (40, 96)}
+ROWS = (1, 2, 3, 4, 8, 16)
 WORTH = 0.99
 """Ours has to take at most this share of cuBLAS's time to be printed as the better one."""
 MAX_ERROR = 2e-2
@@ -191,10 +193,10 @@ def measure_all(
     device: torch.device, bandwidth: float, deadline: Deadline, options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     shapes = LLAMA if device.type == "cuda" else TINY
-    num_left = len(shapes) * len(ROW_CLASSES)
+    num_left = len(shapes) * len(ROWS)
     for name, shape in shapes.items():
         ring = Ring(*shape, device) if deadline.has() else None
-        for num_rows in ROW_CLASSES:
+        for num_rows in ROWS:
             if ring is None or not deadline.has():
                 yield {"linear": name, "num_rows": num_rows, "ways": {}, "error": NOT_BEGUN}
                 continue
