@@ -7,7 +7,8 @@ requests of one length, their new token counted. A step goes from token ids on t
 the runtime's step, then, as in the engine, logits of the last rows and the sampler's greedy tokens, read back, so that
 no step begins before the one before is done. Scheduling and building a step's inputs are not in it. Ways, in turn,
 medians:
-- full, inductor, auto, triton and native: ours, with these `kernel_backend`s; `ops` says what the fused ops run;
+- full, inductor, auto and native: ours, with these `kernel_backend`s; `ops` says what the fused ops run; `late check`
+  with `late_address_check`;
 - plain, reduce-overhead: plain_model.py, which shares our weights, as torch.compile captures it;
 - plain, max-autotune captured: mode max-autotune-no-cudagraphs, its call captured by hand.
 The plain ones compute logits in what is compiled, and argmax and read back behind it. `to_floor` is a multiple of the
@@ -52,8 +53,9 @@ from piecework.runtime.engine.sampler import Draw, Sampler
 from piecework.runtime.fused_choices import choose_for, floating_dtype, spec_for
 
 REDUCED, TUNED = "plain, reduce-overhead", "plain, max-autotune captured"
-BACKENDS = ("auto", "triton", "native")
-"""On the CPU without Triton's, which has no kernels there."""
+LATE = "auto, late check"
+BACKENDS = ("auto", LATE, "native")
+"""`kernel_backend`s; `LATE` with `late_address_check`."""
 COMPILE_S = {REDUCED: 40.0, TUNED: 90.0}
 """Seconds that are left when such a compile is begun."""
 Logits = Callable[[int], torch.Tensor]
@@ -98,7 +100,6 @@ class Bench(WholeBench):
         rows = rows or (((32, 128), (128, 128), (1, 128), (8, 128)) if on_cuda else ((2, 32), (1, 16)))
         super().__init__(device, num_layers, rows, MODE)
         self.plain_from = plain_from
-        self.backends = BACKENDS if on_cuda else tuple(backend for backend in BACKENDS if backend != "triton")
         self.bandwidth = copy_bandwidth(self.device)
         self.causal = build_model(self.llama.config)
         self.causal.model = self.llama.decoder  # its head is the table of embeddings, which is there
@@ -134,7 +135,7 @@ class Bench(WholeBench):
         expected = eager_call(plain, steps)(0)
         ways, calls = row["ways"], {}
         makers: dict[str, Callable[[dict[str, Any]], tuple[Call, Logits]]] = {
-            **{self.name_of(b): lambda way, b=b: self.our_way(way, b, steps) for b in self.backends},
+            **{self.name_of(b): lambda way, b=b: self.our_way(way, b, steps) for b in BACKENDS},
         }
         if batch >= self.plain_from:
             makers[REDUCED] = lambda way: self.plain_way(self.reduced(plain), steps)
@@ -153,7 +154,7 @@ class Bench(WholeBench):
                 attempt(way, lambda way=way, x=logits: compare(way, x, expected))
             calls[name] = call
         self.clock.in_turn(calls, ways, rounds=ROUNDS, target_ms=150 if self.on_cuda else 1)
-        add_ratios(row, [self.name_of(backend) for backend in self.backends])
+        add_ratios(row, [self.name_of(backend) for backend in BACKENDS])
         attempt(row, lambda: self.check_replays(row, steps))
         for name, call in calls.items():
             if self.on_cuda and "error" not in ways[name]:
@@ -198,7 +199,8 @@ class Bench(WholeBench):
                 prefill={"backend": "disabled"},
                 decode={"backend": "full", "compiler": self.compiler, "buckets": buckets},
                 capture_device="cuda" if self.on_cuda else "tape",
-                kernel_backend=backend,
+                kernel_backend="auto" if backend == LATE else backend,
+                late_address_check=backend == LATE,
             ),
             dynamic_dims={"input_ids": 0, "positions": 0},
             context_sizes={"requests": buckets[-1], "blocks": max(blocks_of(context) for _, context in self.rows)},

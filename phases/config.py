@@ -293,6 +293,14 @@ class GraphConfig:
             "the most buckets, of both phases together, that hold a capture; null: no limit", metavar="N", numeric=True
         ),
     )
+    late_address_check: bool = field(
+        default=False,
+        metadata=_doc(
+            "look whether the model's tensors are where they were captured behind each replay, not before it: saves "
+            "host time while the device waits; a step that finds one moved fails, where it would have been captured "
+            "again"
+        ),
+    )
     debug_captures: bool = field(
         default=False,
         metadata=_doc("debugging: check every replay's inputs, and fill padded rows with NaN"),
@@ -323,6 +331,7 @@ class GraphConfig:
             evaluate_guards: bool = ...,
             cuda_graph_memory_budget: int | str | None = ...,
             max_captures: int | None = ...,
+            late_address_check: bool = ...,
             debug_captures: bool = ...,
         ) -> None: ...
 
@@ -344,7 +353,7 @@ class GraphConfig:
         _set(self, "compile_timeout_s", check_seconds(self.compile_timeout_s, "compile_timeout_s"))
         _set(self, "manifest", check_path(self.manifest, "manifest", "a file"))
         _set(self, "startup_budget", check_seconds(self.startup_budget, "startup_budget"))
-        for name in ("enable_torch_compile", "evaluate_guards", "debug_captures"):
+        for name in ("enable_torch_compile", "evaluate_guards", "late_address_check", "debug_captures"):
             check_flag(getattr(self, name), name)
         if self.emulate_precision_casts is not None:
             check_flag(self.emulate_precision_casts, "emulate_precision_casts")

@@ -48,6 +48,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "--evaluate-guards": ("evaluate_guards",),
     "--cuda-graph-memory-budget": ("cuda_graph_memory_budget",),
     "--cuda-graph-max-captures": ("max_captures",),
+    "--late-address-check": ("late_address_check",),
     "--debug-captures": ("debug_captures",),
 }
 CONFIG = "--cuda-graph-config"

@@ -52,7 +52,7 @@ from .programs import EagerProgram
 from .static_context import ContextDoesNotFit, plan_key
 from .step import inside_step
 from .step_context import pad_context, warn_of_forgotten
-from .step_plans import StepPlans, copied
+from .step_plans import StepPlan, StepPlans, copied
 
 _BACKENDS = {Backend.FULL: full, Backend.BREAKABLE: breakable, Backend.TC_PIECEWISE: piecewise}
 
@@ -94,6 +94,7 @@ class Captures:
         self._contract = contract
         self._outputs = outputs
         self._debug = config.debug_captures
+        self._checks_late = config.late_address_check
         self._closed = False
         self._lock = threading.RLock()
         self._room = CaptureRoom(config, device)
@@ -180,7 +181,8 @@ class Captures:
 
         Raises:
             InputError: the context's fields do not fit the inputs.
-            CaptureError: a split op returned something else than when the bucket was captured.
+            CaptureError: a split op returned something else than when the bucket was captured; under
+                `late_address_check`, a tensor of the model moved.
             Whatever a split op, `plan()` or `plan_for` of the context raises.
         """
         assert self.plans is not None
@@ -188,7 +190,8 @@ class Captures:
         if plan is None:
             return NOT_CAPTURED
         with self._lock, self._device.exclusive():
-            if not plan.holds():
+            late = self._checks_late
+            if not plan.holds(late=late):
                 return NOT_CAPTURED
             slot, step = plan.slot, plan.step
             if not slot.is_whole:
@@ -198,6 +201,10 @@ class Captures:
             slot.last_step = step.entry.num_steps
             if not plan.replay(known.sources, context):
                 return NOT_CAPTURED
+            if late:
+                self._check_late(plan)
+            elif self._config.late_address_check:
+                self._checks_late = True  # all is where it was again
             self._room.used(slot)
             plan.count()
             self.plans.num_steps += 1
@@ -205,6 +212,18 @@ class Captures:
             if not self._deferring and self._room.wants_compaction():
                 self._compact(step.recorder)
             return result
+
+    def _check_late(self, plan: StepPlan) -> None:
+        """Raises: CaptureError: what was just replayed is not what the model holds by now."""
+        if (why := plan.moved()) is None:
+            return
+        self._checks_late = False
+        plan.table.forget_tails()
+        raise CaptureError(
+            f"late_address_check: expected what was captured to stay where it is, but {why} before this step, whose "
+            f"replay used what was there; its results are void, and so is what it wrote (a KV cache). The next step "
+            f"captures again; leave late_address_check off where tensors of the model are replaced between steps"
+        )
 
     @property
     def waiting(self) -> list[Slot]:

@@ -7,6 +7,10 @@ between two steps of one layout is looked at again each time: that the capture i
 is the one that was captured, that no input is written or captured where it is, that the static context is where it was,
 and that everything captured by address is where it was. If one of that is not so, or there is no plan, the step takes
 the long way, which says why, and makes another plan. The debug modes always take the long way.
+
+The last question takes a third of what such a step costs the host. Under `late_address_check` it is asked once the
+replay was launched, while the device is busy. What was replayed by then cannot be taken back: a no is an error, and the
+next step asks before.
 """
 
 from __future__ import annotations
@@ -104,8 +108,12 @@ class StepPlan:
         """Whether it is of a capture that is still its slot's, over static tensors that are still the phase's."""
         return self.slot.capture is self._capture and self.table.context.generation == self._generation
 
-    def holds(self) -> bool:
-        """Whether the step may be a replay, as far as that does not follow from its layout."""
+    def holds(self, *, late: bool = False) -> bool:
+        """Whether the step may be a replay, as far as that does not follow from its layout.
+
+        Args:
+            late: `moved` is asked behind the replay.
+        """
         entry, addresses = self.step.entry, self._capture.addresses
         return (
             self.is_current()
@@ -114,8 +122,14 @@ class StepPlan:
             and not self.table.inputs.by_address
             and self.table.rows is self._rows
             and addresses is not None
-            and addresses.hold()
+            and (late or addresses.hold())
         )
+
+    def moved(self) -> str | None:
+        """What the capture holds by address and is no longer there, in words; None when everything is."""
+        addresses = self._capture.addresses
+        assert addresses is not None
+        return None if addresses.hold() else addresses.moved({})
 
     def replay(self, sources: Sequence[torch.Tensor], context: object) -> bool:
         """Fills what is static, and replays; False if a plan of the context shows that this may not be a replay.

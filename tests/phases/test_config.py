@@ -66,6 +66,7 @@ graph_configs = st.builds(
     evaluate_guards=st.booleans(),
     cuda_graph_memory_budget=st.none() | st.integers(1, 1 << 50),
     max_captures=st.none() | st.integers(1, 4096),
+    late_address_check=st.booleans(),
     debug_captures=st.booleans(),
 )
 

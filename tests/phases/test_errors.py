@@ -240,6 +240,7 @@ def test_a_flag_for_both_phases_names_the_first() -> None:
             {"prefill": {"max_padding_waste": True}},
             "prefill.max_padding_waste: expected a share from 0 to 1, got True; use 0.25 for a quarter",
         ),
+        ({"late_address_check": 1}, "late_address_check: expected true or false, got 1; use one of these"),
         ({"debug_captures": 1}, "debug_captures: expected true or false, got 1; use one of these"),
         (
             {"cuda_graph_memory_budget": 0.5},
@@ -300,7 +301,7 @@ KEYS = (
     "prefill, decode, startup, promotion_budget_ms, compile_workers, compile_timeout_s, manifest, startup_budget, "
     "emulate_precision_casts, capture_device, cache_dir, enable_torch_compile, torch_compile_max_bs, "
     "torch_compile_mode, fused_ops, kernel_backend, attention_backend, evaluate_guards, cuda_graph_memory_budget, "
-    "max_captures, debug_captures"
+    "max_captures, late_address_check, debug_captures"
 )
 
 

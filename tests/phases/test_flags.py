@@ -67,6 +67,7 @@ CASES: list[tuple[list[str], dict[str, Any]]] = [
     (["--evaluate-guards"], {"evaluate_guards": True}),
     (["--cuda-graph-memory-budget", "1.5GiB"], {"cuda_graph_memory_budget": 3 << 29}),
     (["--cuda-graph-max-captures", "7"], {"max_captures": 7}),
+    (["--late-address-check"], {"late_address_check": True}),
     (["--debug-captures"], {"debug_captures": True}),
     ([DISABLE], {p: {"backend": "disabled"} for p in ("prefill", "decode")}),
     ([CONFIG, '{"startup": "eager"}'], {"startup": "eager"}),
