@@ -94,7 +94,8 @@ class Captures:
         self._contract = contract
         self._outputs = outputs
         self._debug = config.debug_captures
-        self._checks_late = config.late_address_check
+        self._num_moves = 0
+        """Under `late_address_check`, how often a step found something moved."""
         self._closed = False
         self._lock = threading.RLock()
         self._room = CaptureRoom(config, device)
@@ -190,7 +191,8 @@ class Captures:
         if plan is None:
             return NOT_CAPTURED
         with self._lock, self._device.exclusive():
-            late = self._checks_late
+            # Late where it held since the last time that something moved: that may concern other captures as well.
+            late = self._config.late_address_check and plan.num_moves == self._num_moves
             if not plan.holds(late=late):
                 return NOT_CAPTURED
             slot, step = plan.slot, plan.step
@@ -203,8 +205,7 @@ class Captures:
                 return NOT_CAPTURED
             if late:
                 self._check_late(plan)
-            elif self._config.late_address_check:
-                self._checks_late = True  # all is where it was again
+            plan.num_moves = self._num_moves
             self._room.used(slot)
             plan.count()
             self.plans.num_steps += 1
@@ -217,7 +218,7 @@ class Captures:
         """Raises: CaptureError: what was just replayed is not what the model holds by now."""
         if (why := plan.moved()) is None:
             return
-        self._checks_late = False
+        self._num_moves += 1
         plan.table.forget_tails()
         raise CaptureError(
             f"late_address_check: expected what was captured to stay where it is, but {why} before this step, whose "

@@ -58,6 +58,7 @@ class StepPlan:
         "_share",
         "_tensors",
         "bound",
+        "num_moves",
         "slot",
         "step",
         "table",
@@ -70,6 +71,8 @@ class StepPlan:
         assert slot.capture is not None
         assert slot.observed is not None
         self.slot, self.table = slot, table
+        self.num_moves = -1
+        """Of `Captures`: how often something had moved when it last held; -1: not asked yet."""
         # Of the step itself nothing is kept but its sizes.
         self.bound = BoundInputs({}, step.bound.signature, dict(step.bound.sizes))
         self.step = Step(step.entry, step.program, self.bound, step.sizes, None, step.recorder)
