@@ -12,11 +12,15 @@ store, on every path: what comes behind it relies on it for all that came before
 
 from __future__ import annotations
 
+import ctypes
 import functools
 
 import torch
 import triton
 import triton.language as tl
+
+_MIN_DRIVER = 12_030
+"""CUDA 12.3: the first whose captures can hold such launches."""
 
 
 def overlaps_on(device: torch.device) -> bool:
@@ -28,7 +32,18 @@ def overlaps_on(device: torch.device) -> bool:
 def _overlaps(index: int) -> bool:
     if torch.version.hip is not None or torch.cuda.get_device_capability(index) < (9, 0):
         return False
-    return hasattr(tl.extra.cuda, "gdc_wait")  # not in a Triton before 3.4
+    # Not in a Triton before 3.4.
+    return hasattr(tl.extra.cuda, "gdc_wait") and driver_version() >= _MIN_DRIVER
+
+
+def driver_version() -> int:
+    """The CUDA version that the installed driver was made for, as 1000 x major + 10 x minor; 0 where there is none."""
+    version = ctypes.c_int()
+    try:
+        status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return 0
+    return version.value if status == 0 else 0
 
 
 def overlap_options(overlaps: bool) -> dict[str, bool]:
