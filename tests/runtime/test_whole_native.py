@@ -6,6 +6,7 @@ The kernel of these tests runs on the CPU and adds 10 to RMSNorm, so that a resu
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,8 +148,10 @@ def test_what_the_whole_is_made_of_is_in_its_fingerprint() -> None:
     assert len(found) == 2
 
 
-def test_a_worker_compiles_the_native_bodies() -> None:
+def test_a_worker_compiles_the_native_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is traced in a thread: there is no factory. What then travels has no operator of the kernel's."""
+    # The worker imports this module, for its split op; pytest need not have put it where others find it.
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[__name__.count(".")]))
     one = runtime(startup="tiered", compile_workers=1)
     for _ in range(5000):
         offset(one, 2), offset(one, 4)
