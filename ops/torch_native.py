@@ -30,6 +30,9 @@ def paged_attention(
     context: AttentionContext,
 ) -> None:
     """Stores K and V, then attends; arguments as in `piecework.ops.attention.paged_attention`."""
+    if is_all_padding(context):
+        out.zero_()
+        return
     store(k, v, k_cache, v_cache, context.slot_mapping)
     if context.is_decode:
         _attend_single(q, k_cache, v_cache, out, scale, window_size, context)
@@ -38,13 +41,23 @@ def paged_attention(
     out[context.num_tokens :].zero_()
 
 
+def is_all_padding(context: AttentionContext) -> bool:
+    """Whether a call is known to be all padding, without a look at the device.
+
+    Such calls are made beside steps, to compile and to measure, and must not write even what is there already: a step
+    may write it between the look at it and that.
+    """
+    return not context.is_static and context.num_tokens == 0
+
+
 def store(
     k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
     """Writes row `t` of k and v to slot `slot_mapping[t]`; -1 writes nothing.
 
     A boolean mask would have to wait for the device, so a row that writes nothing repeats the first row that does
-    (writing the same values twice to one slot is harmless), and if none does, all rewrite what slot 0 holds.
+    (writing the same values twice to one slot is harmless), and if none does, all rewrite what slot 0 holds: not to be
+    called beside a step that may write it, see `is_all_padding`.
     """
     if slot_mapping.shape[0] == 0:
         return

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .torch_native import attend, store
+from .torch_native import attend, is_all_padding, store
 
 if TYPE_CHECKING:
     from .attention import AttentionContext
@@ -40,6 +40,9 @@ def paged_attention(
 
     Request slots may be empty, at the end or in between; rows that no request has become zeros.
     """
+    if is_all_padding(context):
+        out.zero_()
+        return
     store(k, v, k_cache, v_cache, context.slot_mapping)
     block_size = k_cache.shape[1]
     table = context.block_table

@@ -11,7 +11,7 @@ import torch
 from torch.testing._internal.optests.generate_tests import OpCheckError
 
 from piecework.errors import CaptureError, ContextError, InputError, NotAvailableError
-from piecework.ops import attention
+from piecework.ops import attention, torch_native, torch_static
 from piecework.ops.attention import AttentionContext, AttentionSpec, choose_implementation, paged_attention
 from piecework.ops.attention_rows import load_torch_native
 from piecework.ops.capturing import capture_refusal, capturing_whole
@@ -230,6 +230,21 @@ def test_out_may_have_strides_of_its_own() -> None:
     step = make_step([5, 1], [3, 6], padding=1)
     out = torch.full((4, 7, HEAD_SIZE), float("nan"), dtype=torch.float64).transpose(0, 1)
     torch.testing.assert_close(step.run(out)[:6], step.expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("body", [torch_native.paged_attention, torch_static.paged_attention])
+def test_a_call_that_is_all_padding_does_not_touch_the_cache(body: Callable[..., None]) -> None:
+    """Not even with what is there: such calls are made in a thread beside steps, which write."""
+    k_cache, v_cache = torch.randn(2, 3, 4, 2, HEAD_SIZE).unbind()
+    context = AttentionContext.build(query_lens=[], seq_lens=[], block_tables=[], block_size=4, num_blocks=3)
+    padded = dataclasses.replace(context, slot_mapping=torch.full((5,), -1))
+    assert padded.num_tokens == 0
+    q, kv = torch.randn(5, 4, HEAD_SIZE), torch.randn(5, 2, HEAD_SIZE)
+    out = torch.full_like(q, float("nan"))
+    before = k_cache._version, v_cache._version
+    body(q, kv, kv, k_cache, v_cache, out, 1.0, 0, padded)
+    assert (k_cache._version, v_cache._version) == before
+    assert torch.equal(out, torch.zeros_like(q))
 
 
 def test_a_batch_of_no_requests_is_all_padding() -> None:
