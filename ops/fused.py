@@ -102,7 +102,7 @@ class FusedOp(Generic[P, R]):
             captures: whether a capture may hold its calls.
             compiles: whether its first call compiles it, which takes a second and more; None: as its name says,
                 which "triton" and "flashinfer" do.
-            beats_inductor: whether it was measured to be faster than what Inductor makes of the native body; the
+            beats_inductor: whether it was measured no slower than what Inductor makes of the native body; the
                 default under `inductor` then too, unless a kernel that goes before can serve.
             operators: of a function, the opaque operators that it calls in the native body's place, with the native
                 body's leading arguments. A whole forward that is compiled at once has the native body where a trace

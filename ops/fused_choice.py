@@ -81,7 +81,7 @@ def choose(
     - `kernel_backend`: `native` runs the native bodies; the name of a kernel runs it, under every compiler, in each op
       that has one that can serve. The other ops go on as under `auto`, and their reasons say why.
     - the base mode of `fused_ops`: `all` runs kernels, `none` native bodies, alike under each compiler.
-    - neither: the native body under `inductor` where it can fuse that and no kernel was measured to be faster
+    - neither: the native body under `inductor` where it can fuse that and no kernel was measured to be as fast
       (`beats_inductor` of the one that would run), else a kernel.
 
     "A kernel" is the first in the order of registration that can serve. A kernel that only `all` or the default asks
@@ -150,7 +150,7 @@ def _choose_one(
 
 
 def _beats_inductor(op: FusedOp[Any, Any], spec: KernelSpec) -> bool:
-    """Whether the first kernel that can serve was measured to be faster than what Inductor makes of the native body."""
+    """Whether the first kernel that can serve was measured no slower than what Inductor makes of it."""
     if not any(kernel.beats_inductor for kernel in op.kernels):
         return False
     return next((kernel.beats_inductor for kernel in op.kernels if kernel.reject(spec) is None), False)

@@ -53,7 +53,7 @@ class Kernel:
     compiles: bool = False
     """Whether its first call compiles it, which takes a second and more."""
     beats_inductor: bool = False
-    """Whether it was measured to be faster than what Inductor makes of the native body: the default there then."""
+    """Whether it was measured no slower than what Inductor makes of the native body: the default there then."""
     operators: tuple[OpOverload, ...] = ()
     """What a trace of its calls holds in the native body's place. Each takes the native body's leading arguments."""
     why: str = ""

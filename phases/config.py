@@ -254,7 +254,7 @@ class GraphConfig:
         default=(),
         metadata=_doc(
             "who runs fused ops, as in none,+rms_norm: all (kernels) or none (native bodies), then +name and -name; "
-            "if unset, native bodies under inductor where it fuses them and no kernel was measured to be faster, and "
+            "if unset, native bodies under inductor where it fuses them and no kernel was measured to be as fast, and "
             "kernels otherwise",
             metavar="LIST",
             commas=True,

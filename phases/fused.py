@@ -37,7 +37,7 @@ def preference(
 
     Args:
         fuses: whether a compiler can fuse its native body; where it cannot, a compiler that fuses changes nothing.
-        beats_inductor: whether the kernel that would run was measured to be faster than what Inductor makes of that.
+        beats_inductor: whether the kernel that would run was measured no slower than what Inductor makes of that.
     """
     if not fused_ops:
         if compiler is not Compiler.INDUCTOR:
@@ -45,7 +45,7 @@ def preference(
         if not fuses:
             return Preference.KERNEL, "inductor does not fuse the native body"
         if beats_inductor:
-            return Preference.KERNEL, "measured faster than what inductor makes of the native body"
+            return Preference.KERNEL, "measured no slower than what inductor makes of the native body"
         return Preference.NATIVE, "inductor fuses the native body"
     if f"+{name}" in fused_ops:
         return Preference.REQUIRED, f"fused_ops has +{name}"
